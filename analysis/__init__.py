@@ -1,0 +1,1 @@
+"""Studies, audits, figures and reports, from numbers that others computed."""

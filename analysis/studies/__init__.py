@@ -1,0 +1,1 @@
+"""Named studies, one a module."""

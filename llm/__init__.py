@@ -1,0 +1,1 @@
+"""The same estimators on a language model."""

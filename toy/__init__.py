@@ -1,0 +1,1 @@
+"""Small problems whose bias and variance are known exactly."""

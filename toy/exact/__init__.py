@@ -1,0 +1,1 @@
+"""Engines that compute the exact mean and variance of an estimator."""
