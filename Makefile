@@ -1,0 +1,50 @@
+.DEFAULT_GOAL := study
+BIN := .venv/bin
+STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
+PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
+JOBS ?= 2
+
+.PHONY: study test check-long lint dev bench clean
+
+test check-long: export OMP_NUM_THREADS ?= 1
+
+study: $(STAMP)
+	$(BIN)/windage study $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+check-long: $(STAMP)
+	$(BIN)/pytest -n $(JOBS) -m '' --hypothesis-profile=long $(ARGS)
+
+lint: dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+dev: $(STAMP)
+	@mkdir -p .typing
+	@[ -L .typing/windage ] || ln -s .. .typing/windage
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/[!_]*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf .venv .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+
+# The stamp's name holds the checkout's path: a moved or copied .venv is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@set -e; found=; \
+	for python in $(PYTHONS); do \
+	  if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found="$$python"; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "windage needs Python 3.11 or newer with venv; tried: $(PYTHONS). Name one: make PYTHON=/path/to/python3" >&2; \
+	  exit 1; \
+	fi; \
+	if ! grep -qsF "$$PWD/.venv" .venv/pyvenv.cfg; then "$$found" -m venv --clear .venv; fi; \
+	echo "Installing into ./.venv with $$($(BIN)/python --version): minutes the first time"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
