@@ -1,0 +1,75 @@
+"""`windage VERB`: finds the verb, hands it its flags and turns bad input into one line.
+
+A verb is a module `windage.cli.<verb>` with `configure(parser) -> None` and
+`run(arguments) -> int`; it imports torch and everything heavy inside `run`, after its input was
+checked.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from windage.cli.common import Parser, common
+from windage.estimators.errors import BadInput, unknown
+
+VERBS = {
+    "study": "exact bias and variance of estimators on a problem",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 done; 1 a claim or check failed; 2 bad input, after one line on standard error;
+        130 interrupted; 141 the reader of standard output went away.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = f"windage {words[0]}" if words and words[0] in VERBS else "windage"
+    try:
+        status = dispatch(words)
+        sys.stdout.flush()
+        return status
+    except BadInput as problem:
+        print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def dispatch(words: Sequence[str]) -> int:
+    """Run the verb that the first word names, or answer `--help` and `--version`."""
+    if words and not words[0].startswith("-"):
+        if words[0] not in VERBS:
+            raise unknown("verb", words[0], VERBS)
+        return run_verb(words[0], words[1:])
+    parser = Parser(
+        prog="windage",
+        usage="windage VERB [--help] ...",
+        description="What correcting drift costs in bias, variance and throughput.",
+        epilog="verbs:\n" + "\n".join(f"  {verb:10} {job}" for verb, job in VERBS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    if not parser.parse_args(words).version:
+        raise BadInput(f"a verb is missing; allowed: {', '.join(VERBS)}")
+    from importlib.metadata import version
+
+    print(f"windage {version('windage')}")
+    return 0
+
+
+def run_verb(verb: str, words: Sequence[str]) -> int:
+    """Import the verb's module, parse its flags and run it."""
+    module = import_module(f"windage.cli.{verb}")
+    parser = Parser(prog=f"windage {verb}", description=VERBS[verb])
+    module.configure(parser)
+    common(parser)
+    arguments = parser.parse_args(words)
+    status: int = module.run(arguments)
+    return status
