@@ -1,1 +1,1 @@
-"""Small problems whose bias and variance are known exactly."""
+"""Problems whose bias and variance are known exactly, and the engines that compute them."""

@@ -1,1 +1,1 @@
-"""Engines that compute the exact mean and variance of an estimator."""
+"""Engines that compute the mean and the variance of an estimator without sampling."""

@@ -1,0 +1,318 @@
+"""Advantages: how much better a response did than expected.
+
+Members take `(rewards, present)`, or `(token_rewards, values, mask)` where a critic is used, and
+return one number a response or a token.  Rows that are not present count nowhere and get 0.
+
+Differences:
+    1. A group of equal rewards gives exactly 0 in every group member, at any `eps`; frameworks that
+       divide the rounding residue by a small eps give O(1) noise.
+    2. `group_std` divides by (std + eps) with ddof 1 (verl, TRL); several others use ddof 0.
+    3. A single survivor of a larger group gets 0; one path of TRL returned its raw reward.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from windage.estimators.member import declare
+
+
+@runtime_checkable
+class Advantage(Protocol):
+    """Rewards of P groups to one advantage a response."""
+
+    def __call__(
+        self, rewards: Float[Tensor, "*batch P G"], present: Bool[Tensor, "*batch P G"]
+    ) -> Float[Tensor, "*batch P G"]: ...
+
+
+def _everyone(rewards: Tensor, present: Tensor | None) -> Tensor:
+    return torch.ones_like(rewards, dtype=torch.bool) if present is None else present
+
+
+def _centered(rewards: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Reward minus group mean, exactly 0 in groups of equal rewards; and the group's count."""
+    if rewards.shape[-1] < 2:
+        raise ValueError("a group estimator needs groups of at least 2 responses, got size 1")
+    count = present.sum(-1, keepdim=True)
+    zero = rewards.new_zeros(())
+    total = torch.where(present, rewards, zero).sum(-1, keepdim=True)
+    low = torch.where(present, rewards, rewards.new_full((), torch.inf)).amin(-1, keepdim=True)
+    high = torch.where(present, rewards, rewards.new_full((), -torch.inf)).amax(-1, keepdim=True)
+    centered = rewards - total / count.clamp(min=1)
+    return torch.where(present & (low < high), centered, zero), count
+
+
+@declare("response", "rewards", "present", linear=True)
+def constant(
+    rewards: Float[Tensor, "*batch P G"],
+    present: Bool[Tensor, "*batch P G"] | None = None,
+    *,
+    baseline: float = 0.0,
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract one number from every reward.
+
+        A[p, g] = r[p, g] - baseline
+
+    Claims:
+        Unbiased on-policy for any baseline.
+
+    Args:
+        rewards: one scalar a response.
+        baseline: in units of reward.
+
+    Example:
+        >>> constant(torch.tensor([[1.0, 0.0]]), baseline=0.25)
+        tensor([[ 0.7500, -0.2500]])
+
+    References:
+        Williams, 1992.
+    """
+    present = _everyone(rewards, present)
+    return torch.where(present, rewards - baseline, rewards.new_zeros(()))
+
+
+@declare("group", "rewards", "present", linear=True)
+def group_mean(
+    rewards: Float[Tensor, "*batch P G"], present: Bool[Tensor, "*batch P G"] | None = None
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract from each reward the mean reward of its group, its own included.
+
+        A[p, g] = r[p, g] - sum(r[p, h] for h) / G
+
+    Claims:
+        Expectation on-policy is (G - 1) / G of the gradient.
+        Equals `leave_one_out` times (G - 1) / G; each row sums to zero.
+
+    Args:
+        rewards: one scalar a response; a row holds independent responses of one prompt.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> group_mean(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+        tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
+
+    References:
+        Shao et al., 2024, arXiv:2402.03300; Liu et al., 2025, arXiv:2503.20783.
+    """
+    centered, _ = _centered(rewards, _everyone(rewards, present))
+    return centered
+
+
+@declare("group", "rewards", "present", linear=True)
+def leave_one_out(
+    rewards: Float[Tensor, "*batch P G"], present: Bool[Tensor, "*batch P G"] | None = None
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract from each reward the mean reward of the other responses of its prompt.
+
+        A[p, g] = r[p, g] - sum(r[p, h] for h != g) / (G - 1)
+
+    Claims:
+        Unbiased on-policy for every G >= 2: the baseline of a response does not depend on it.
+        Equals `group_mean` times G / (G - 1).
+
+    Args:
+        rewards: one scalar a response; a row holds independent responses of one prompt.
+
+    Returns:
+        Advantages; each row sums to zero.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0]]))
+        tensor([[ 1.0000, -0.5000, -0.5000]])
+
+    References:
+        Ahmadian et al., 2024, arXiv:2402.14740.
+    """
+    centered, count = _centered(rewards, _everyone(rewards, present))
+    return centered * (count / (count - 1).clamp(min=1))
+
+
+@declare("group", "rewards", "present")
+def group_std(
+    rewards: Float[Tensor, "*batch P G"],
+    present: Bool[Tensor, "*batch P G"] | None = None,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract the group's mean and divide by its standard deviation.
+
+        A[p, g] = (r[p, g] - mean) / (std + eps),   std^2 = sum((r - mean)^2) / (G - ddof)
+
+    Claims:
+        Binary rewards: expectation on-policy is E[std] / (p (1 - p)) times the gradient of p.
+        Real rewards: the direction differs from the gradient's inside one prompt.
+        A group of equal rewards gives exactly 0.
+
+    Args:
+        rewards: one scalar a response; a row holds independent responses of one prompt.
+        ddof: 1 as in verl and TRL, 0 for the population formula.
+        eps: in units of reward.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> group_std(torch.tensor([[1.0, 0.0]]), ddof=0, eps=0.0)
+        tensor([[ 1., -1.]])
+
+    References:
+        Shao et al., 2024, arXiv:2402.03300.
+    """
+    centered, count = _centered(rewards, _everyone(rewards, present))
+    spread = (centered.square().sum(-1, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
+    return torch.where(spread > 0, centered / (spread + eps), torch.zeros_like(centered))
+
+
+@declare("batch", "rewards", "present")
+def batch_std(
+    rewards: Float[Tensor, "*batch P G"],
+    present: Bool[Tensor, "*batch P G"] | None = None,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract the group's mean, divide by the standard deviation of that over the batch.
+
+        A[p, g] = c[p, g] / (std(c over all p, g) + eps),   c = r - group mean
+
+    Claims:
+        One shared factor: the direction of the batch's update is that of `group_mean`.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> batch_std(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), ddof=0, eps=0.0)
+        tensor([[ 1.4142, -1.4142],
+                [ 0.0000,  0.0000]])
+
+    References:
+        Liu et al., 2025, arXiv:2508.08221.
+    """
+    present = _everyone(rewards, present)
+    centered, _ = _centered(rewards, present)
+    return whiten(centered, present, ddof=ddof, eps=eps)
+
+
+def whiten(
+    advantages: Float[Tensor, "*batch P G"],
+    mask: Bool[Tensor, "*batch P G"],
+    *,
+    ddof: int = 0,
+    eps: float = 1e-8,
+) -> Float[Tensor, "*batch P G"]:
+    """Give the masked entries mean 0 and standard deviation 1 over the last two axes.
+
+        out = (x - mean) / (std + eps) where the mask is True, else 0
+
+    Claims:
+        What stands under a False mask does not matter; equal entries give exactly 0.
+
+    Example:
+        >>> whiten(torch.tensor([[2.0, 4.0], [6.0, 99.0]]),
+        ...        torch.tensor([[True, True], [True, False]]), eps=0.0)
+        tensor([[-1.2247,  0.0000],
+                [ 1.2247,  0.0000]])
+
+    References:
+        Hu et al., 2025, arXiv:2501.03262.
+    """
+    zero = advantages.new_zeros(())
+    count = mask.sum((-2, -1), keepdim=True)
+    total = torch.where(mask, advantages, zero).sum((-2, -1), keepdim=True)
+    centered = torch.where(mask, advantages - total / count.clamp(min=1), zero)
+    largest = torch.where(mask, advantages.abs(), zero).amax((-2, -1), keepdim=True)
+    spread = (centered.square().sum((-2, -1), keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
+    rounding = 8 * torch.finfo(advantages.dtype).eps * largest
+    return torch.where(spread > rounding, centered / (spread + eps), zero)
+
+
+def returns_to_go(
+    token_rewards: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"], *, gamma: float = 1.0
+) -> Float[Tensor, "*batch T"]:
+    """Discounted sum of the rewards from each trainable token on, one discount a trainable token.
+
+        U[t] = r[t] + gamma * U[next trainable t];   0 where the mask is False
+
+    Claims:
+        Masked (tool) tokens neither contribute nor discount.
+
+    Example:
+        >>> returns_to_go(torch.tensor([1.0, 5.0, 1.0]), torch.tensor([True, False, True]),
+        ...               gamma=0.5)
+        tensor([1.5000, 0.0000, 1.0000])
+    """
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)
+
+
+@declare("response", "token_rewards", "values", "mask")
+def gae(
+    token_rewards: Float[Tensor, "*batch T"],
+    values: Float[Tensor, "*batch T"],
+    mask: Bool[Tensor, "*batch T"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> Float[Tensor, "*batch T"]:
+    """Generalised advantage estimation over the trainable tokens.
+
+        delta[t] = r[t] + gamma * V[t+1] - V[t],   A[t] = delta[t] + gamma * lam * A[t+1]
+
+    with t+1 the next trainable token and V = 0 after the last.
+
+    Claims:
+        gamma = lam = 1: return minus value, unbiased on-policy for any value that looks at the
+        prefix only.
+        lam < 1: unbiased if the values are exact.
+        Masked tokens neither enter the recursion nor decay it.
+
+    Args:
+        token_rewards: reward that arrives with each token; terminal rewards on the last one.
+        values: critic's value of the prefix before each token.
+        mask: trainable tokens.
+        gamma: discount a trainable token.
+        lam: trust in the sampled return against the critic.
+
+    Example:
+        >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.2, 9.0, 0.5]),
+        ...     torch.tensor([True, False, True]), lam=0.9)
+        tensor([0.7500, 0.0000, 0.5000])
+
+    References:
+        Schulman et al., 2016, arXiv:1506.02438.
+    """
+    following = torch.zeros_like(values[..., 0])
+    carry = torch.zeros_like(following)
+    columns = []
+    for t in reversed(range(values.shape[-1])):
+        here = mask[..., t]
+        delta = token_rewards[..., t] + gamma * following - values[..., t]
+        carry = torch.where(here, delta + gamma * lam * carry, carry)
+        following = torch.where(here, values[..., t], following)
+        columns.append(torch.where(here, carry, torch.zeros_like(carry)))
+    return torch.stack(columns[::-1], -1) if columns else torch.zeros_like(values)
+
+
+def terminal_rewards(
+    rewards: Float[Tensor, "*batch P G"], mask: Bool[Tensor, "*batch P G T"]
+) -> Float[Tensor, "*batch P G T"]:
+    """Place each response's reward on its last trainable token.
+
+    Example:
+        >>> terminal_rewards(torch.tensor([[2.0]]), torch.tensor([[[True, True, False]]]))
+        tensor([[[0., 2., 0.]]])
+    """
+    after = mask.flip(-1).cumsum(-1).flip(-1)
+    last = mask & (after == 1)
+    return torch.where(last, rewards.unsqueeze(-1), rewards.new_zeros(()))

@@ -1,0 +1,395 @@
+"""Corrections for data from another policy: a reach and a map.
+
+The reach turns log-ratios of tokens into effective log-ratios; the map is elementwise in (effective
+log-ratio, advantage) and gives the weight.  So one map serves a padded batch, a node of a prefix
+tree (whose recursion supplies the reach), a state of an automaton and the head tokens of centering.
+Weights are constants under differentiation: a ratio that carries its gradient has the same update
+wherever it is not clipped.
+
+Differences:
+    1. The ratio is current/behavior unless a `Correction` names other policies; TIS in verl, slime
+       and open-instruct truncates proximal/behavior, which is `Correction(..., numerator=
+       "proximal_logp")`.
+    2. `truncate` is absolute (TRL's CISPO cap, Tinker); verl, slime and NeMo write it as 1 + eps.
+    3. `band` keeps the ratio inside the band (IcePop); a 0/1 mask over the band is `keep`.
+    4. A sequence ratio is the product; the geometric mean is a reach of its own.
+    5. `clip` is the coefficient of PPO's surrogate, with strict inequalities; verl's and TRL's
+       surrogates have this very gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol, final, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from windage.estimators.member import Member, Scope, declare, use
+
+
+@runtime_checkable
+class Reach(Protocol):
+    """Log-ratios of tokens to effective log-ratios; 0 where the mask is False on entry."""
+
+    def __call__(
+        self, log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+    ) -> Float[Tensor, "*batch T"]: ...
+
+
+@runtime_checkable
+class Map(Protocol):
+    """Effective log-ratio and advantage to weight, element by element."""
+
+    def __call__(
+        self, effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
+    ) -> Float[Tensor, "*shape"]: ...
+
+
+@declare("token")
+def token(
+    log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+) -> Float[Tensor, "*batch T"]:
+    """The token's own log-ratio: corrects the action at the recorded prefix.
+
+        e[t] = x[t]
+
+    Example:
+        >>> token(torch.tensor([0.5, -0.5]), torch.tensor([True, True]))
+        tensor([ 0.5000, -0.5000])
+    """
+    return log_ratio
+
+
+@declare("response")
+def prefix(
+    log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+) -> Float[Tensor, "*batch T"]:
+    """Sum up to and including the token: corrects how the prefix was reached as well.
+
+        e[t] = sum(x[u] for u <= t)
+
+    Example:
+        >>> prefix(torch.tensor([0.5, 0.25]), torch.tensor([True, True]))
+        tensor([0.5000, 0.7500])
+    """
+    return log_ratio.cumsum(-1)
+
+
+@declare("response")
+def suffix(
+    log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+) -> Float[Tensor, "*batch T"]:
+    """Sum from the token on: corrects the continuation, leaves the prefix.
+
+        e[t] = sum(x[u] for u >= t)
+
+    Example:
+        >>> suffix(torch.tensor([0.5, 0.25]), torch.tensor([True, True]))
+        tensor([0.7500, 0.2500])
+    """
+    return log_ratio.flip(-1).cumsum(-1).flip(-1)
+
+
+@declare("response")
+def trajectory(
+    log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+) -> Float[Tensor, "*batch T"]:
+    """Sum over the whole response: importance sampling of trajectories.
+
+        e[t] = sum(x[u] for all u)
+
+    Example:
+        >>> trajectory(torch.tensor([0.5, 0.25]), torch.tensor([True, True]))
+        tensor([0.7500, 0.7500])
+    """
+    return log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+
+
+@declare("response")
+def geometric(
+    log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
+) -> Float[Tensor, "*batch T"]:
+    """Mean over the trainable tokens of the response: the log of the geometric mean ratio.
+
+        e[t] = sum(x[u] for all u) / T
+
+    Claims:
+        Not an importance weight.
+
+    Example:
+        >>> geometric(torch.tensor([0.5, 0.25, 0.0]), torch.tensor([True, True, False]))
+        tensor([0.3750, 0.3750, 0.3750])
+
+    References:
+        Zheng et al., 2025, arXiv:2507.18071.
+    """
+    return trajectory(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _positive(**settings: float) -> None:
+    for name, value in settings.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value:g}; allowed: a number above 0")
+
+
+@declare("token")
+def none(
+    effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*shape"]:
+    """No correction.
+
+        w = 1
+
+    Example:
+        >>> none(torch.tensor([0.7]), torch.tensor([1.0]))
+        tensor([1.])
+    """
+    return torch.ones_like(effective)
+
+
+@declare("token")
+def ratio(
+    effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
+) -> Float[Tensor, "*shape"]:
+    """The ratio itself, not bounded.
+
+        w = exp(e)
+
+    Claims:
+        Zero drift with any reach.
+
+    Example:
+        >>> ratio(torch.tensor([0.0, 0.6931472]), torch.tensor([1.0, 1.0]))
+        tensor([1., 2.])
+    """
+    return effective.exp()
+
+
+@declare("token")
+def truncate(
+    effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"], *, cap: float = 2.0
+) -> Float[Tensor, "*shape"]:
+    """The ratio, at most the cap; no floor.
+
+        w = min(exp(e), cap)
+
+    Claims:
+        Bias is exactly -E[(exp(e) - cap)+ A s].
+        A token at the cap keeps its gradient.
+
+    Args:
+        cap: an absolute ratio.
+
+    Raises:
+        ValueError: the cap is not above 0.
+
+    Example:
+        >>> truncate(torch.tensor([0.0, 10000.0]), torch.tensor([1.0, 1.0]), cap=2.0)
+        tensor([1., 2.])
+
+    References:
+        Munos et al., 2016, arXiv:1606.02647; MiniMax, 2025, arXiv:2506.13585.
+    """
+    _positive(cap=cap)
+    return effective.clamp(max=math.log(cap)).exp()
+
+
+@declare("token")
+def band(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
+) -> Float[Tensor, "*shape"]:
+    """The ratio inside an inclusive band, 0 outside.
+
+        w = exp(e) if low <= exp(e) <= high else 0
+
+    Claims:
+        Bias is exactly minus the dropped mass.
+
+    Raises:
+        ValueError: low above high.
+
+    Example:
+        >>> band(torch.tensor([0.0, -1.0, 2.0]), torch.tensor([1.0, 1.0, 1.0]))
+        tensor([1., 0., 0.])
+
+    References:
+        Ling team, 2025, arXiv:2510.18855.
+    """
+    weight = effective.exp()
+    return torch.where(keep(effective, advantages, low=low, high=high) > 0, weight, 0.0)
+
+
+@declare("token")
+def keep(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Float[Tensor, "*shape"]:
+    """1 inside an inclusive band of ratios, 0 outside: rejection without reweighting.
+
+        w = 1 if low <= exp(e) <= high else 0
+
+    Raises:
+        ValueError: low above high.
+
+    Example:
+        >>> keep(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 1.0]))
+        tensor([1., 0.])
+    """
+    if not 0 <= low <= high:
+        raise ValueError(f"low is {low:g}, high {high:g}; allowed: 0 <= low <= high")
+    weight = effective.exp()
+    return ((weight >= low) & (weight <= high)).to(weight.dtype)
+
+
+@declare("token", reads="sign")
+def clip(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Float[Tensor, "*shape"]:
+    """The coefficient of PPO's clipped surrogate.
+
+        w = 0       if A > 0 and exp(e) > 1 + clip_high, or A < 0 and exp(e) < 1 - clip_low
+            exp(e)  otherwise
+
+    Claims:
+        Zero-gradient region exactly the two stated; no bound for A < 0 and a large ratio.
+
+    Example:
+        >>> e = torch.log(torch.tensor([0.5, 1.5, 0.5, 1.5]))
+        >>> clip(e, torch.tensor([1.0, 1.0, -1.0, -1.0]))
+        tensor([0.5000, 0.0000, 0.0000, 1.5000])
+
+    References:
+        Schulman et al., 2017, arXiv:1707.06347; Yu et al., 2025, arXiv:2503.14476 (clip_high).
+    """
+    weight = effective.exp()
+    above = (advantages > 0) & (weight > 1 + clip_high)
+    below = (advantages < 0) & (weight < 1 - clip_low)
+    return torch.where(above | below, 0.0, weight)
+
+
+@declare("token", reads="sign")
+def dual_clip(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cap: float = 3.0,
+) -> Float[Tensor, "*shape"]:
+    """PPO's clip with a second bound for negative advantages.
+
+        w = 0 if A < 0 and exp(e) > cap, else as `clip`
+
+    Claims:
+        Bounded by the larger of 1 + clip_high and cap.
+
+    Raises:
+        ValueError: the cap is not above 0.
+
+    Example:
+        >>> dual_clip(torch.log(torch.tensor([1.5, 10.0, 2.0])), torch.tensor([1.0, -1.0, -1.0]))
+        tensor([0., 0., 2.])
+
+    References:
+        Ye et al., 2019, arXiv:1912.09729.
+    """
+    _positive(cap=cap)
+    weight = clip(effective, advantages, clip_low=clip_low, clip_high=clip_high)
+    return torch.where((advantages < 0) & (weight > cap), 0.0, weight)
+
+
+@declare("token", reads="sign")
+def taper(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    a_pos: float = 1.0,
+    b_pos: float = 1.0,
+    a_neg: float = 0.0,
+    b_neg: float = 1.0,
+) -> Float[Tensor, "*shape"]:
+    """The ratio between two limits that depend on the sign of the advantage.
+
+        w = min(max(exp(e), a_pos), b_pos) if A >= 0, with a_neg and b_neg otherwise
+
+    Claims:
+        Gradient of the sum of mu R rho(ratio, a, b), rho the concave function that equals the ratio
+        on [a, b] and continues by its tangent in the log.
+        (1, 1, 1, 1) is `none`; (0, inf, 0, inf) is `ratio`; (0, c, 0, c) is `truncate`.
+
+    Args:
+        a_pos, b_pos, a_neg, b_neg: absolute ratios.
+
+    Raises:
+        ValueError: a limit below 0, or a above b.
+
+    Example:
+        >>> taper(torch.tensor([-2.0, -2.0, 1.0, 1.0]), torch.tensor([1.0, -1.0, 1.0, -1.0]))
+        tensor([1.0000, 0.1353, 1.0000, 1.0000])
+
+    References:
+        Le Roux et al., 2025, arXiv:2503.14286.
+    """
+    for sign, low, high in (("pos", a_pos, b_pos), ("neg", a_neg, b_neg)):
+        if not 0 <= low <= high:
+            raise ValueError(
+                f"a_{sign} is {low:g}, b_{sign} {high:g}; allowed: 0 <= a_{sign} <= b_{sign}"
+            )
+    weight = effective.exp()
+    return torch.where(
+        advantages >= 0, weight.clamp(min=a_pos, max=b_pos), weight.clamp(min=a_neg, max=b_neg)
+    )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A reach and a map, and which two policies the ratio compares.
+
+    w[p, g, t] = map(reach(numerator - denominator)[p, g, t], A[p, g])
+    """
+
+    reach: Member = field(default_factory=lambda: use(token))
+    map: Member = field(default_factory=lambda: use(none))
+    numerator: str = "logp"
+    denominator: str = "behavior_logp"
+
+    @property
+    def scope(self) -> Scope:
+        return self.reach.traits.scope
+
+    def weights(
+        self,
+        log_ratio: Float[Tensor, "*batch T"],
+        mask: Bool[Tensor, "*batch T"],
+        advantages: Float[Tensor, "*#batch T_or_1"],
+    ) -> Float[Tensor, "*batch T"]:
+        """Weights of all tokens, 0 where the mask is False."""
+        weight = self.map(self.reach(log_ratio, mask), advantages)
+        return torch.where(mask, weight, torch.zeros_like(weight))
+
+    def describe(self) -> str:
+        """`reach map(...)`, with the two policies where they are not current and behavior."""
+        words = self.map.describe() if self.idle else f"{self.reach.name} {self.map.describe()}"
+        if self.idle or (self.numerator, self.denominator) == ("logp", "behavior_logp"):
+            return words
+        return f"{words} of {self.numerator}/{self.denominator}"
+
+    @property
+    def idle(self) -> bool:
+        """True where no policy but the current one is looked at."""
+        return self.map.function is none

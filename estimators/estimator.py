@@ -1,0 +1,360 @@
+"""An estimator: one member a stage, and the coefficients it gives to a batch.
+
+Two steps, so that a trainer can stay fast.  `batch_terms` computes once over the whole optimiser
+batch whatever couples responses (advantages, admission, denominators); `token_coefficients` computes
+weights and head coefficients from the log-probabilities of the forward pass that is about to be
+differentiated, and may be given a slice of the prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from windage.estimators.advantage import returns_to_go, terminal_rewards
+from windage.estimators.batch import Batch, log_ratio, promote
+from windage.estimators.claims import Claim
+from windage.estimators.correction import Correction
+from windage.estimators.member import SCOPES, Member, Scope
+
+ABSENT, SURVIVOR = "absent", "single survivor of its group"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Estimator:
+    """One member a stage; a published algorithm is such a value.
+
+    Args:
+        name: as in the catalogue.
+        advantage: rewards to advantages.
+        corrections: factors of the weight; one but for decoupled forms.
+        aggregation: lengths to coefficients.
+        admission: which responses are kept; all must agree.
+        centering: score centering, or None.
+        penalties: terms in the reward or the loss.
+        paper: where it was published.
+        differences: numbered, from the paper and from popular frameworks.
+        claims: what the toy side decides.
+    """
+
+    name: str
+    advantage: Member
+    corrections: tuple[Correction, ...] = (Correction(),)
+    aggregation: Member
+    admission: tuple[Member, ...] = ()
+    centering: Member | None = None
+    penalties: tuple[Member, ...] = ()
+    paper: str = ""
+    differences: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
+
+    def __post_init__(self) -> None:
+        reaches = [c for c in self.corrections if not c.idle and c.reach.name != "token"]
+        if self.centering is not None and reaches:
+            raise ValueError(
+                f"{self.name}: centering is exact only with token reach, got "
+                f"{reaches[0].reach.name}"
+            )
+
+    @property
+    def members(self) -> tuple[tuple[str, Member], ...]:
+        """Every member with settings, with the stage it serves."""
+        return (
+            ("advantage", self.advantage),
+            *(("correction", c.map) for c in self.corrections),
+            ("aggregation", self.aggregation),
+            *(("admission", m) for m in self.admission),
+            *((("centering", self.centering),) if self.centering is not None else ()),
+            *(("penalty", m) for m in self.penalties),
+        )
+
+    @property
+    def active_penalties(self) -> tuple[Member, ...]:
+        """Penalties whose coefficient is not 0."""
+        return tuple(m for m in self.penalties if dict(m.settings).get("coefficient") != 0)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of any member: how far a coefficient reaches for information."""
+        reaches = [c.scope for c in self.corrections if not c.idle]
+        scopes = [member.traits.scope for _, member in self.members] + reaches
+        return max(scopes, key=SCOPES.index)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings by name; a name that several stages have is set in all of them."""
+        return {key: value for _, m in self.members for key, value in m.settings}
+
+    def change(self, **settings: Any) -> Estimator:
+        """The same estimator with some settings replaced, wherever a member has them.
+
+        Raises:
+            TypeError: a setting that no member has, by name.
+        """
+        for key in settings:
+            if key not in self.settings:
+                allowed = ", ".join(self.settings) or "none"
+                raise TypeError(f"{self.name} has no setting {key!r}; it has: {allowed}")
+
+        def changed(member: Member) -> Member:
+            own = {k: v for k, v in settings.items() if k in dict(member.settings)}
+            return member.change(**own) if own else member
+
+        return replace(
+            self,
+            advantage=changed(self.advantage),
+            corrections=tuple(replace(c, map=changed(c.map)) for c in self.corrections),
+            aggregation=changed(self.aggregation),
+            admission=tuple(changed(m) for m in self.admission),
+            centering=None if self.centering is None else changed(self.centering),
+            penalties=tuple(changed(m) for m in self.penalties),
+        )
+
+    def describe(self) -> str:
+        """The composition in one line."""
+        parts = [self.advantage.describe(), *(c.describe() for c in self.corrections)]
+        parts += [m.describe() for s, m in self.members if s not in ("advantage", "correction")]
+        return " · ".join(parts)
+
+    def check(self, batch: Batch) -> Batch:
+        """Validate the batch for this estimator.
+
+        Raises:
+            ValueError: a value that is not finite, a field that is missing, or a group of which one
+                response was requested (named), where the advantage compares within groups.
+        """
+        batch.validate()
+        for name in self.needs:
+            if name in Batch.__dataclass_fields__:
+                batch.get(name)
+        if self.advantage.traits.scope in ("group", "batch"):
+            shape = batch.rewards.shape
+            asked = batch.requested
+            sizes = [shape[-1]] * shape[-2] if asked is None else asked.tolist()
+            for p, size in enumerate(sizes):
+                if size < 2:
+                    group = p if batch.group_ids is None else batch.group_ids[p]
+                    raise ValueError(
+                        f"group {group} has size {size}; {self.name} needs groups of at least 2"
+                    )
+        return batch
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Fields of the batch that some member reads."""
+        used = [m for s, m in self.members if s != "penalty"] + list(self.active_penalties)
+        names = [name for member in used for name in member.traits.needs]
+        derived = {"reference_ratio": "reference_logp", "log_ratio": "behavior_logp"}
+        names = [derived.get(name, name) for name in names]
+        for correction in self.corrections:
+            names += [] if correction.idle else [correction.numerator, correction.denominator]
+        return tuple(dict.fromkeys(names))
+
+    def __call__(self, batch: Batch) -> Coefficients:
+        """Check the batch and give its coefficients."""
+        return coefficients(self, self.check(batch))
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Terms:
+    """What couples responses, computed once over the whole batch.
+
+    Args:
+        advantages: `[P G 1]`, or `[P G T]` where they differ by token.
+        scale: aggregation's coefficient of each response.
+        reason: 0 where a response is admitted, else its place in `reasons` plus 1.
+        reasons: names of what was not admitted and why.
+    """
+
+    advantages: Float[Tensor, "*batch P G T_or_1"]
+    scale: Float[Tensor, "*batch P G"]
+    reason: Int[Tensor, "*batch P G"]
+    reasons: tuple[str, ...]
+
+    def select(self, prompts: Any) -> Terms:
+        """The terms of some prompts only."""
+        return replace(
+            self,
+            advantages=self.advantages[..., prompts, :, :],
+            scale=self.scale[..., prompts, :],
+            reason=self.reason[..., prompts, :],
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Coefficients:
+    """Constants under differentiation: the update is the sum of own * grad logp (+ head's).
+
+    Args:
+        own: of the sampled tokens.
+        head: of the head tokens, or None without centering.
+        terms: what they were made of.
+        weights: the correction alone.
+    """
+
+    own: Float[Tensor, "*batch P G T"]
+    head: Float[Tensor, "*batch P G T K"] | None
+    terms: Terms
+    weights: Float[Tensor, "*batch P G T"]
+
+
+def _derive(batch: Batch, name: str) -> Any:
+    """A field of the batch, or one of the quantities that members may ask for by name."""
+    if name == "log_ratio":
+        return log_ratio(batch.logp.detach(), batch.get("behavior_logp"), batch.mask)
+    if name == "reference_ratio":
+        return log_ratio(batch.logp.detach(), batch.get("reference_logp"), batch.mask)
+    if name == "logp":
+        return log_ratio(batch.logp.detach(), torch.zeros_like(batch.logp), batch.mask)
+    return batch.get(name)
+
+
+def _call(member: Member, find: Callable[[str], Any]) -> Any:
+    return member(*(find(name) for name in member.traits.needs))
+
+
+def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
+    """Advantages, denominators and admission of a whole optimiser batch.
+
+    Args:
+        estimator: read for advantage, aggregation, admission and penalties in the reward.
+        batch: validated.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> batch = Batch.from_rows([1.0, 0.0], "aa", mask=[[1], [1, 1]])
+        >>> batch_terms(get("dapo"), batch).scale
+        tensor([[0.3333, 0.3333]], dtype=torch.float64)
+    """
+    present = batch.get("present")
+    rewards = batch.rewards
+    token_rewards: Tensor | None = None
+    for penalty in estimator.active_penalties:
+        if penalty.traits.place == "reward":
+            rewards = rewards + _call(penalty, lambda n: _derive(batch, n)).to(rewards.dtype)
+        elif penalty.traits.place == "token_reward":
+            term = torch.where(batch.mask, _call(penalty, lambda n: _derive(batch, n)), 0.0)
+            token_rewards = term if token_rewards is None else token_rewards + term
+
+    def find(name: str) -> Any:
+        if name == "rewards":
+            return rewards
+        if name == "token_rewards":
+            terminal = terminal_rewards(rewards, batch.mask)
+            return terminal if token_rewards is None else terminal + token_rewards
+        return _derive(batch, name)
+
+    advantages = _call(estimator.advantage, find)
+    if advantages.dim() == rewards.dim():
+        advantages = advantages.unsqueeze(-1)
+        if token_rewards is not None:
+            advantages = advantages + returns_to_go(token_rewards, batch.mask)
+    scale = _call(estimator.aggregation, find)
+
+    reasons, reason = [ABSENT], (~present).long()
+    if estimator.advantage.traits.scope == "group":
+        reasons.append(SURVIVOR)
+        lonely = present & (present.sum(-1, keepdim=True) < 2)
+        reason = torch.where(lonely, len(reasons), reason)
+    for member in estimator.admission:
+        reasons.append(member.name)
+        if any(n in ("versions", "truncated", "elapsed") for n in member.traits.needs) and any(
+            getattr(batch, n) is None for n in member.traits.needs
+        ):
+            continue
+        refused = ~_call(member, find) & (reason == 0)
+        reason = torch.where(refused, len(reasons), reason)
+    return Terms(advantages=advantages, scale=scale, reason=reason, reasons=tuple(reasons))
+
+
+def _weights(estimator: Estimator, batch: Batch, advantages: Tensor) -> Tensor:
+    weights: Tensor | None = None
+    for correction in estimator.corrections:
+        if correction.idle:
+            factor = torch.ones_like(promote(batch.logp.detach()))
+        else:
+            ratio = log_ratio(
+                batch.get(correction.numerator).detach(),
+                batch.get(correction.denominator).detach(),
+                batch.mask,
+            )
+            factor = correction.weights(ratio, batch.mask, advantages)
+        weights = factor if weights is None else weights * factor
+    assert weights is not None
+    return torch.where(batch.mask, weights, torch.zeros_like(weights))
+
+
+def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coefficients:
+    """Coefficients of own and head tokens, from this batch's (or slice's) log-probabilities.
+
+        own[p, g, t] = A * w * scale * admitted + penalty * scale
+        head[p, g, t, v] = -A * scale * admitted * centering(v)
+
+    Args:
+        estimator: read for corrections, centering and penalties in the loss.
+        terms: of the whole optimiser batch, selected to the same prompts.
+        batch: whole responses; a micro-batch never splits one.
+    """
+    weights = _weights(estimator, batch, terms.advantages)
+    admitted = (terms.reason == 0) & (terms.scale > 0)
+    factor = (terms.advantages * (terms.scale * admitted).unsqueeze(-1)).to(weights.dtype)
+    inert = (factor == 0) | (weights == 0)
+    own = torch.where(inert, torch.zeros_like(weights), factor * weights)
+    for penalty in estimator.active_penalties:
+        if penalty.traits.place == "loss":
+            term = _call(penalty, lambda n: _derive(batch, n))
+            scaled = term * (terms.scale * admitted).unsqueeze(-1)
+            own = own + torch.where(batch.mask, scaled, 0.0).to(own.dtype)
+    head = None
+    if estimator.centering is not None:
+        head = -factor.unsqueeze(-1) * _head(estimator, terms, batch)
+    return Coefficients(own=own, head=head, terms=terms, weights=weights)
+
+
+def _head(estimator: Estimator, terms: Terms, batch: Batch) -> Tensor:
+    advantages = terms.advantages.unsqueeze(-1)
+
+    def weigh(ratio: Tensor) -> Tensor:
+        weight = torch.ones_like(ratio)
+        for correction in estimator.corrections:
+            weight = weight * correction.map(ratio, advantages)
+        return weight
+
+    assert estimator.centering is not None
+    coefficient = estimator.centering(
+        promote(batch.get("head_logp").detach()), promote(batch.get("head_behavior_logp")), weigh
+    )
+    return torch.where(batch.mask.unsqueeze(-1), coefficient, 0.0)
+
+
+def coefficients(estimator: Estimator, batch: Batch) -> Coefficients:
+    """Coefficients of a whole validated batch: `batch_terms`, then `token_coefficients`."""
+    return token_coefficients(estimator, batch_terms(estimator, batch), batch)
+
+
+def surrogate(
+    coefficients: Float[Tensor, "*shape"], logp: Float[Tensor, "*shape"]
+) -> Float[Tensor, ""]:
+    """The loss whose gradient is minus the estimate, whatever the recipe.
+
+        loss = -sum(stop_gradient(C) * logp)
+
+    Claims:
+        Additive over slices: micro-batches and ranks add up to the whole.
+
+    Example:
+        >>> logp = torch.tensor([-0.5], requires_grad=True)
+        >>> surrogate(torch.tensor([2.0]), logp).backward()
+        >>> logp.grad
+        tensor([-2.])
+    """
+    constant = coefficients.detach()
+    return -torch.where(constant != 0, constant * promote(logp), 0.0).sum()

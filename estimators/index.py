@@ -1,0 +1,35 @@
+"""Names and settings of the catalogue without importing torch, so that a refusal answers at once.
+
+A test keeps this table equal to the catalogue.
+"""
+
+from __future__ import annotations
+
+_CLIP = ("clip_low", "clip_high")
+_TAPER = ("baseline", "a_pos", "b_pos", "a_neg", "b_neg")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "reinforce": ("baseline",),
+    "rloo": (),
+    "group_mean": (),
+    "grpo": ("ddof", "eps", *_CLIP, "coefficient"),
+    "dr_grpo": (*_CLIP, "length"),
+    "dapo": ("ddof", "eps", *_CLIP, "length", "margin"),
+    "ppo": ("gamma", "lam", *_CLIP),
+    "trajectory_is": (),
+    "token_is": (),
+    "prefix_is": (),
+    "suffix_is": (),
+    "token_tis": ("cap",),
+    "sequence_tis": ("cap",),
+    "cispo": ("ddof", "eps", "cap"),
+    "icepop": ("low", "high"),
+    "gspo": ("ddof", "eps", *_CLIP),
+    "topr": _TAPER,
+    "positives_only": _TAPER,
+    "naive": _TAPER,
+    "tis_both_signs": _TAPER,
+    "centered": (),
+    "centered_tis": ("cap",),
+    "centered_mask": ("low", "high"),
+    "starting_point": ("cap", "length", "max_lag"),
+}

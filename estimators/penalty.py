@@ -1,0 +1,250 @@
+"""Penalties and shaping: terms that the reward or the loss gets besides the reward itself.
+
+With x = log pi - log ref of a token:  k1 = x,  k2 = x^2 / 2,  k3 = exp(-x) - 1 + x.
+
+A penalty in the loss adds `coefficient of grad log pi` for each token, aggregated as the estimator
+does; a penalty in the reward adds to the token's reward and is collected by the return-to-go.
+
+Differences:
+    1. Values and gradients of an estimator of the divergence are different things; names say which
+       place is meant.  k3 in the loss follows the forward KL (TRL, verl, open-instruct default).
+    2. `loss_k3_weighted` is the ratio-weighted k3 with the gradient through the ratio (DeepSeek-V3.2;
+       TRL `use_bias_correction_kl`, slime `--use-unbiased-kl`, NeMo): the reverse KL's gradient.
+    3. No clamp on k3 (verl clamps at 10, which adds a bias); beyond `LIMIT` the log-ratio is capped
+       and the term keeps the gradient of the cap.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from windage.estimators.member import declare
+
+LIMIT = 20.0
+
+
+@runtime_checkable
+class Penalty(Protocol):
+    """Log-ratios to the reference (and to the sampler) to a term for each token."""
+
+    def __call__(self, *fields: Tensor) -> Float[Tensor, "*batch T"]: ...
+
+
+def k1(reference_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """x: unbiased for KL(pi, ref) under pi, either sign.
+
+    Example:
+        >>> k1(torch.tensor([0.5]))
+        tensor([0.5000])
+    """
+    return reference_ratio
+
+
+def k2(reference_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """x^2 / 2: biased in value, right in gradient.
+
+    Example:
+        >>> k2(torch.tensor([1.0]))
+        tensor([0.5000])
+    """
+    return reference_ratio.square() / 2
+
+
+def k3(reference_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """exp(-x) - 1 + x: unbiased for KL(pi, ref) under pi and never negative.
+
+    Example:
+        >>> k3(torch.tensor([1.0]))
+        tensor([0.3679])
+    """
+    return torch.expm1((-reference_ratio).clamp(max=LIMIT)) + reference_ratio
+
+
+@declare("token", "reference_ratio", place="token_reward")
+def reward_k1(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k1 subtracted from the reward of each token.
+
+        r[t] = -coefficient * x[t]
+
+    Claims:
+        With the return-to-go: the full gradient of KL(pi, ref).
+
+    Example:
+        >>> reward_k1(torch.tensor([0.5]), coefficient=0.1)
+        tensor([-0.0500])
+    """
+    return -coefficient * k1(reference_ratio)
+
+
+@declare("token", "reference_ratio", place="token_reward")
+def reward_k2(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k2 subtracted from the reward of each token.
+
+    Example:
+        >>> reward_k2(torch.tensor([1.0]), coefficient=0.1)
+        tensor([-0.0500])
+    """
+    return -coefficient * k2(reference_ratio)
+
+
+@declare("token", "reference_ratio", place="token_reward")
+def reward_k3(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k3 subtracted from the reward of each token.
+
+    Claims:
+        One step: the gradient of KL(pi, ref) minus that of KL(ref, pi).
+
+    Example:
+        >>> reward_k3(torch.tensor([1.0]), coefficient=0.1)
+        tensor([-0.0368])
+    """
+    return -coefficient * k3(reference_ratio)
+
+
+@declare("token", "reference_ratio")
+def loss_k1(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k1 in the loss: a gradient of mean zero on-policy, noise without a pull.
+
+    Example:
+        >>> loss_k1(torch.tensor([0.5]), coefficient=0.1)
+        tensor([-0.1000])
+    """
+    return -coefficient * torch.ones_like(reference_ratio)
+
+
+@declare("token", "reference_ratio")
+def loss_k2(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k2 in the loss: the gradient of KL(pi, ref) at each prefix, prefixes frozen.
+
+        c[t] = -coefficient * x[t]
+
+    Example:
+        >>> loss_k2(torch.tensor([0.5]), coefficient=0.1)
+        tensor([-0.0500])
+
+    References:
+        arXiv:2506.09477.
+    """
+    return -coefficient * reference_ratio
+
+
+@declare("token", "reference_ratio")
+def loss_k3(
+    reference_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """k3 in the loss: the gradient of the forward KL(ref, pi) at each prefix.
+
+        c[t] = -coefficient * (1 - exp(-x[t]))
+
+    Example:
+        >>> loss_k3(torch.tensor([1.0]), coefficient=0.1)
+        tensor([-0.0632])
+    """
+    return coefficient * torch.expm1((-reference_ratio).clamp(max=LIMIT))
+
+
+@declare("token", "reference_ratio", "log_ratio")
+def loss_k3_weighted(
+    reference_ratio: Float[Tensor, "*shape"],
+    log_ratio: Float[Tensor, "*shape"],
+    *,
+    coefficient: float = 0.001,
+) -> Float[Tensor, "*shape"]:
+    """Ratio-weighted k3 with the gradient through the ratio pi/mu.
+
+        d(rho k3) = rho x grad log pi,  so  c[t] = -coefficient * rho[t] * x[t]
+
+    Claims:
+        The gradient of KL(pi, ref) at each prefix, on- and off-policy.
+
+    Example:
+        >>> loss_k3_weighted(torch.tensor([0.5]), torch.tensor([0.0]), coefficient=0.1)
+        tensor([-0.0500])
+
+    References:
+        DeepSeek-AI, 2025, arXiv:2512.02556.
+    """
+    return -coefficient * log_ratio.exp() * reference_ratio
+
+
+@declare("token", "logp")
+def entropy(
+    logp: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """Entropy bonus from the sampled token.
+
+        c[t] = -coefficient * log pi(y[t])
+
+    Claims:
+        On-policy the gradient of the mean token entropy with prefixes frozen, which is not that of
+        the entropy of the whole response.
+
+    Example:
+        >>> entropy(torch.tensor([-0.5]), coefficient=0.1)
+        tensor([0.0500])
+    """
+    return -coefficient * logp
+
+
+@declare("response", "lengths", place="reward")
+def overlong_shaping(
+    lengths: Int[Tensor, "*batch P G"], *, length: float | None = None, margin: float = 4096.0
+) -> Float[Tensor, "*batch P G"]:
+    """A penalty on the reward that grows over the last `margin` tokens before the limit.
+
+        0 up to length - margin, then linear down to -1 at length and beyond
+
+    Claims:
+        Unbiased for the shaped objective.  Without a length it is inert.
+
+    Args:
+        length: the longest response allowed, in tokens; None: no shaping.
+        margin: tokens over which the penalty grows.
+
+    Example:
+        >>> overlong_shaping(torch.tensor([[10, 15, 30]]), length=20, margin=10)
+        tensor([[-0.0000, -0.5000, -1.0000]], dtype=torch.float64)
+
+    References:
+        Yu et al., 2025, arXiv:2503.14476.
+    """
+    if length is None:
+        return torch.zeros(lengths.shape, dtype=torch.float64)
+    return -((lengths - (length - margin)) / margin).clamp(min=0.0, max=1.0).to(torch.float64)
+
+
+REFERENCE_SCHEDULES = ("never", "every", "epoch", "ema")
+
+
+def ema(
+    reference: Float[Tensor, "*shape"], policy: Float[Tensor, "*shape"], *, coefficient: float = 0.6
+) -> Float[Tensor, "*shape"]:
+    """Move a reference parameter towards the policy.
+
+        ref <- coefficient * policy + (1 - coefficient) * ref
+
+    Args:
+        coefficient: 1 is a hard copy (refresh every N steps or once an epoch), 0 never moves.
+
+    Example:
+        >>> ema(torch.tensor([0.0]), torch.tensor([1.0]), coefficient=0.6)
+        tensor([0.6000])
+
+    References:
+        Gorbatovski et al., 2024, arXiv:2404.09656.
+    """
+    return torch.lerp(reference, policy, coefficient)

@@ -1,0 +1,175 @@
+"""Pick the cheapest engine that is valid for an estimator on a problem, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
+from windage.estimators.estimator import Estimator
+from windage.toy.exact.classes import classes, count_classes, levels
+from windage.toy.exact.moments import Moments, Undefined
+from windage.toy.exact.prefix_tree import affine, by_response
+from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
+from windage.toy.problems import Problem
+
+BUDGET = 3e8
+ENGINES = ("tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One engine's answer: why it cannot, or how many numbers it would touch."""
+
+    engine: str
+    refusal: str | None
+    cost: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The engine chosen and the reason in words."""
+
+    engine: str
+    reason: str
+
+
+def undefined(estimator: Estimator, problem: Problem, group_size: int) -> str | None:
+    """Why an estimator has no meaning on a problem at all, or None."""
+    if "values" in estimator.needs:
+        return "needs values, which a problem does not have"
+    if "reference_logp" in estimator.needs:
+        return "needs a reference policy, which a problem does not have"
+    if any(
+        "proximal_logp" in (c.numerator, c.denominator) for c in estimator.corrections if not c.idle
+    ):
+        return "needs a proximal policy, which a problem does not have"
+    if estimator.advantage.traits.scope != "response" and group_size < 2:
+        return f"group 0 has size {group_size}; {estimator.name} needs groups of at least 2"
+    return None
+
+
+def _recursion(estimator: Estimator) -> str | None:
+    known = (token, prefix, suffix, trajectory, geometric)
+    for correction in estimator.corrections:
+        if not correction.idle and correction.reach.function not in known:
+            return f"no recursion for the reach {correction.reach.name}"
+        if correction.map.traits.reads == "value":
+            return f"{correction.map.name} reads the advantage's value"
+    if sum(c.reach.function is suffix and not c.idle for c in estimator.corrections) > 1:
+        return "two suffix ratios"
+    if estimator.active_penalties:
+        shaping = [m.name for m in estimator.active_penalties if dict(m.settings).get("length")]
+        if shaping:
+            return f"{shaping[0]} changes rewards by length"
+    return None
+
+
+def _prefix_tree(
+    estimator: Estimator, problem: Problem, group_size: int
+) -> tuple[str | None, float]:
+    traits = estimator.advantage.traits
+    cost = 12.0 * problem.logits.numel()
+    if refusal := _recursion(estimator):
+        return refusal, cost
+    if estimator.aggregation.traits.scope != "response":
+        return f"{estimator.aggregation.name} couples responses", cost
+    if any(m.traits.refill for m in estimator.admission):
+        return "admission is by group", cost
+    if traits.scope == "response":
+        return None, cost
+    if not traits.linear:
+        return f"{estimator.advantage.name} is not affine in the rewards", cost
+    for correction in estimator.corrections:
+        if correction.map.traits.reads != "nothing":
+            return f"{correction.map.name} looks at the sign of a group advantage", cost
+    return None, cost
+
+
+def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[str | None, float]:
+    if refusal := _recursion(estimator):
+        return refusal, 0.0
+    if estimator.advantage.traits.scope == "batch":
+        return f"{estimator.advantage.name} couples prompts", 0.0
+    terms = count_classes(estimator, problem, group_size)
+    kinds = max(len(levels(r)) for r in problem.rewards)
+    cost = terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
+    return None, cost
+
+
+def _listing(count: Callable[..., float]) -> Callable[..., tuple[str | None, float]]:
+    def option(estimator: Estimator, problem: Problem, group_size: int) -> tuple[str | None, float]:
+        groups = count(problem, group_size, joint=estimator.scope == "batch")
+        width = problem.tree.vocab if estimator.centering is not None else 1
+        prompts = problem.prompts if estimator.scope == "batch" else 1
+        tokens = prompts * group_size * int(problem.lengths.max()) * width * 20
+        return None, groups * (tokens + prompts * problem.logits[0].numel() * 4)
+
+    return option
+
+
+OPTIONS: dict[str, Callable[[Estimator, Problem, int], tuple[str | None, float]]] = {
+    "prefix_tree": _prefix_tree,
+    "classes": _classes,
+    "compositions": _listing(count_multisets),
+    "tuples": _listing(count_tuples),
+}
+
+
+def options(estimator: Estimator, problem: Problem, group_size: int) -> list[Option]:
+    """What each exact engine says about an estimator on a problem."""
+    found = []
+    for engine, option in OPTIONS.items():
+        refusal, cost = option(estimator, problem, group_size)
+        if refusal is None and cost > BUDGET:
+            refusal = f"would touch {cost:.1e} numbers, more than {BUDGET:.0e}"
+        found.append(Option(engine=engine, refusal=refusal, cost=cost))
+    return found
+
+
+def plan(estimator: Estimator, problem: Problem, group_size: int) -> Plan:
+    """The cheapest valid engine; sampling where none is.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> from windage.toy.problems import bandit
+        >>> plan(get("rloo"), bandit(), 4).engine
+        'prefix_tree'
+    """
+    found = options(estimator, problem, group_size)
+    valid = [o for o in found if o.refusal is None]
+    if not valid:
+        why = "; ".join(f"{o.engine}: {o.refusal}" for o in found)
+        return Plan(engine="sampling", reason=f"no exact engine ({why})")
+    best = min(valid, key=lambda o: o.cost)
+    return Plan(engine=best.engine, reason=f"touches about {best.cost:.1e} numbers, the fewest")
+
+
+def exact(estimator: Estimator, problem: Problem, group_size: int, engine: str) -> Moments:
+    """Run one exact engine.
+
+    Raises:
+        Undefined: the engine is not valid here, or the estimator has no meaning here.
+    """
+    if why := undefined(estimator, problem, group_size):
+        raise Undefined(why)
+    if engine not in OPTIONS:
+        raise Undefined(f"engine {engine} does not serve {estimator.name}")
+    refusal, _ = OPTIONS[engine](estimator, problem, group_size)
+    if refusal is not None:
+        raise Undefined(f"engine {engine} is not valid: {refusal}")
+    if engine == "prefix_tree":
+        run = by_response if estimator.advantage.traits.scope == "response" else affine
+        return run(estimator, problem, group_size)
+    listing = {"classes": classes, "compositions": multisets, "tuples": tuples}
+    return listing[engine](estimator, problem, group_size)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own for a seed."""
+    return torch.Generator().manual_seed(seed)

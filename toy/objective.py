@@ -1,0 +1,49 @@
+"""The objective and its exact gradient by the logits.
+
+J = mean over prompts of E_pi[R],   grad J = mean over prompts of E_pi[R sum of scores]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from windage.toy.exact.prefix_tree import Walk, Weights, response_moments
+from windage.toy.problems import Problem
+
+PLAIN = Weights(node=None, leaf=None, suffix=None, centered=None)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Objective:
+    """J, its gradient, and the policy's mass on responses that the sampler never draws."""
+
+    value: Float[Tensor, ""]
+    gradient: Float[Tensor, "P N V"]
+    unsupported_mass: Float[Tensor, ""]
+
+
+def objective(problem: Problem) -> Objective:
+    """J and its gradient under the policy, whatever the sampler.
+
+    Example:
+        >>> from windage.toy.problems import Tree, make
+        >>> coin = make("coin", Tree(2, None, 1), torch.zeros(1, 1, 2), torch.tensor([[0.0, 1.0]]))
+        >>> objective(coin).gradient
+        tensor([[[-0.2500,  0.2500]]], dtype=torch.float64)
+    """
+    walk = Walk(problem.on_policy())
+    rewards = problem.rewards.unsqueeze(0)
+    centered = rewards - problem.rewards.mean()
+    gradient, _ = response_moments(walk, PLAIN, 1.0, centered, centered)
+    sampled = Walk(problem).leaf_flow
+    return Objective(
+        value=(walk.leaf_flow * problem.rewards).sum(-1).mean(),
+        gradient=gradient[0] / problem.prompts,
+        unsupported_mass=(walk.leaf_flow * (sampled <= 0)).sum(-1).mean(),
+    )
