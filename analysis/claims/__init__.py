@@ -1,0 +1,1 @@
+"""The documents' statements as rows that run: statement, measured figures, verdict."""
