@@ -211,7 +211,7 @@ def _suffix_flow(walk: Walk, map_: Member, sign: float, features: Tensor, power:
     return torch.cat(levels, -2)
 
 
-def _conditional(walk: Walk, features: Tensor) -> tuple[Tensor, Tensor]:
+def conditional(walk: Walk, features: Tensor) -> tuple[Tensor, Tensor]:
     """E[f | token] and E[f | prefix] under the sampler, by recursion from the responses."""
     tree = walk.tree
     tokens: list[Tensor] = []
@@ -260,14 +260,14 @@ def response_moments(
         mean = pull_back(mean_flow, walk.probability)
         return mean, (norm_flow * z).sum((-2, -1))
     shared = norm_features is mean_features
-    at_token, at_prefix = _conditional(walk, mean_features)
+    at_token, at_prefix = conditional(walk, mean_features)
     node = walk.flow if weights.node is None else walk.flow * weights.node
     visits = at_token * node
     if weights.centered is not None:
         reach = _reach(walk)
         visits = visits - (at_prefix * reach).unsqueeze(-1) * weights.centered
     mean = pull_back(visits, walk.probability)
-    at_token = at_token if shared else _conditional(walk, norm_features)[0]
+    at_token = at_token if shared else conditional(walk, norm_features)[0]
     if weights.centered is not None:
         squared = _centered_norm(walk, weights) * walk.flow
     else:

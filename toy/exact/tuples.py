@@ -1,14 +1,14 @@
 """Moments by listing groups: every tuple of responses (E0) or every multiset of them (E1).
 
 Nothing is assumed of the estimator: each listed group becomes a batch, and the batch goes through
-`estimators.estimator.coefficients`, the function that trains.  Multisets need the estimator to treat
+`estimators.estimator.coefficients`, the function that trains.  Multisets need an estimator to treat
 the members of a group alike, which every estimator of the catalogue does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import final
 
@@ -146,14 +146,28 @@ def accepted(estimator: Estimator, batch: Batch) -> Tensor | None:
 Draw = tuple[Int[Tensor, "M P G"], Float[Tensor, " M"]]
 
 
-def listed(estimator: Estimator, problem: Problem, draws: Iterator[Draw]) -> Moments:
-    """Moments over groups listed with their probabilities, in pieces that fit in memory."""
+Edit = Callable[[Batch, Int[Tensor, "M P G"]], Batch]
+
+
+def listed(
+    estimator: Estimator, problem: Problem, draws: Iterable[Draw], *, edit: Edit | None = None
+) -> Moments:
+    """Moments over groups listed with their probabilities, in pieces that fit in memory.
+
+    Args:
+        estimator: called on every batch.
+        problem: gives rewards, lengths and log-probabilities.
+        draws: numbers of the responses of each batch, and its probability.
+        edit: changes each batch before the estimator sees it (a critic's values, a masked token, a
+            shaped reward); it is given the numbers of the responses as well.
+    """
     table = Responses(problem)
     total = mean = square = drift = torch.zeros((), dtype=torch.float64)
     head = estimator.centering is not None
     plain = unit(estimator)
     for index, probability in draws:
         batch = table.batch(index, head=head)
+        batch = batch if edit is None else edit(batch, index)
         gradient = table.gradients(
             index, plain, replace(batch, rewards=torch.ones_like(batch.rewards))
         )
