@@ -1,0 +1,147 @@
+"""What claims measure: a study's figures, on estimators of the catalogue or changed from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windage.analysis.studies.figures import from_moments
+from windage.estimators.advantage import constant, gae
+from windage.estimators.batch import Batch
+from windage.estimators.catalogue import get
+from windage.estimators.correction import Correction
+from windage.estimators.estimator import Estimator
+from windage.estimators.member import use
+from windage.toy.exact.moments import Moments
+from windage.toy.exact.plan import exact, plan
+from windage.toy.exact.prefix_tree import Walk, conditional
+from windage.toy.exact.tuples import Draw, Edit, every_tuple, listed
+from windage.toy.objective import Objective, objective
+from windage.toy.problems import Problem
+
+
+def moments(estimator: Estimator, problem: Problem, group_size: int = 1) -> Moments:
+    """Mean and variance of one batch, by the cheapest exact engine."""
+    return exact(estimator, problem, group_size, plan(estimator, problem, group_size).engine)
+
+
+def judge(found: Moments, problem: Problem, against: Objective | None = None) -> dict[str, float]:
+    """A study's figures of some moments; NaN where a quotient has no meaning."""
+    figures = from_moments(found, against or objective(problem), problem.rewards)
+    return {name: float("nan") if v is None else v for name, v in figures.items()}
+
+
+def figures(estimator: Estimator, problem: Problem, group_size: int = 1) -> dict[str, float]:
+    """A study's figures of an estimator on a problem."""
+    return judge(moments(estimator, problem, group_size), problem)
+
+
+def bias(estimator: Estimator, problem: Problem, group_size: int = 1) -> float:
+    """Relative bias of an estimator on a problem."""
+    return figures(estimator, problem, group_size)["relative_bias"]
+
+
+def alone(name: str, baseline: float = 0.0, **settings: Any) -> Estimator:
+    """A catalogue entry for one response: a constant in place of its group's baseline."""
+    return replace(get(name, **settings), advantage=use(constant, baseline=float(baseline)))
+
+
+def corrected(
+    name: str, reach: Any, map_: Any, baseline: float = 0.0, **settings: Any
+) -> Estimator:
+    """`reinforce` with a correction made of a reach and a map."""
+    correction = Correction(reach=use(reach), map=use(map_, **settings))
+    return replace(alone("reinforce", baseline), name=name, corrections=(correction,))
+
+
+def critic(name: str = "reinforce", *, lam: float = 1.0) -> Estimator:
+    """A catalogue entry with GAE as its advantage, gamma 1."""
+    return replace(get(name), advantage=use(gae, gamma=1.0, lam=lam))
+
+
+def relative(difference: Tensor, reference: Tensor) -> float:
+    """Length of a difference relative to that of a reference."""
+    return float(difference.norm() / reference.norm())
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Cosine of two vectors of any shape."""
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+def edited(
+    estimator: Estimator,
+    problem: Problem,
+    edit: Edit,
+    group_size: int = 1,
+    draws: Iterable[Draw] | None = None,
+) -> Moments:
+    """Moments where each batch is changed before the estimator sees it."""
+    every = every_tuple(problem, group_size) if draws is None else draws
+    return listed(estimator, problem, every, edit=edit)
+
+
+def shaped(term: Tensor) -> Edit:
+    """Add a number to the reward of each response, `[P M]`."""
+
+    def edit(batch: Batch, index: Tensor) -> Batch:
+        prompt = torch.arange(index.shape[1])[:, None]
+        return replace(batch, rewards=batch.rewards + term[prompt, index])
+
+    return edit
+
+
+def valued(problem: Problem, values: Tensor) -> Edit:
+    """Give each token the critic's value of the prefix before it, `[N]`."""
+    before = problem.tree.paths[0]
+
+    def edit(batch: Batch, index: Tensor) -> Batch:
+        return replace(batch, values=torch.where(batch.mask, values[before.clamp(min=0)][index], 0))
+
+    return edit
+
+
+def prefix_values(problem: Problem) -> Tensor:
+    """Expected reward after each prefix under the policy, `[N]`, of a problem of one prompt."""
+    return conditional(Walk(problem.on_policy()), problem.rewards.unsqueeze(0))[1][0, 0]
+
+
+def mean_reward(problem: Problem) -> float:
+    """Expected reward under the sampler, averaged over prompts."""
+    return float((Walk(problem).leaf_flow * problem.rewards).sum(-1).mean())
+
+
+def central_differences(
+    value: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-5
+) -> Tensor:
+    """Gradient of a scalar function by central differences."""
+    unit = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape) * step
+    slopes = [float(value(at + u) - value(at - u)) / (2 * step) for u in unit]
+    return torch.tensor(slopes, dtype=at.dtype).view_as(at)
+
+
+def ascend(
+    problem: Problem,
+    direction: Callable[[Problem], Tensor],
+    *,
+    steps: int,
+    rate: float = 1.0,
+    sync: Callable[[Problem, Tensor], Problem] | None = None,
+) -> Problem:
+    """Follow an exact expected update; the sampler stays unless `sync` renews it.
+
+    Args:
+        problem: at the start.
+        direction: the expected update at a problem, shaped as its logits.
+        steps: updates.
+        rate: step size.
+        sync: the problem at new logits with its sampler renewed; None: a frozen sampler.
+    """
+    for _ in range(steps):
+        logits = problem.logits + rate * direction(problem)
+        problem = replace(problem, logits=logits) if sync is None else sync(problem, logits)
+    return problem
