@@ -19,7 +19,7 @@ from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact, plan
 from windage.toy.exact.prefix_tree import Walk, conditional
-from windage.toy.exact.tuples import Draw, Edit, every_tuple, listed
+from windage.toy.exact.tuples import Draw, Edit, Responses, every_tuple, listed
 from windage.toy.objective import Objective, objective
 from windage.toy.problems import Problem
 
@@ -108,6 +108,18 @@ def valued(problem: Problem, values: Tensor) -> Edit:
 def prefix_values(problem: Problem) -> Tensor:
     """Expected reward after each prefix under the policy, `[N]`, of a problem of one prompt."""
     return conditional(Walk(problem.on_policy()), problem.rewards.unsqueeze(0))[1][0, 0]
+
+
+def scores(problem: Problem) -> Tensor:
+    """Summed score of each response, `[M P N V]`: the update that a reward of 1 makes."""
+    table = Responses(replace(problem, rewards=torch.ones_like(problem.rewards)))
+    index = torch.arange(problem.tree.leaves).view(-1, 1, 1)
+    return table.gradients(index, get("reinforce"), table.batch(index, head=False))
+
+
+def score_norms(problem: Problem) -> Tensor:
+    """Squared length of each response's summed score, `[M]`."""
+    return scores(problem).square().sum((1, 2, 3))
 
 
 def mean_reward(problem: Problem) -> float:
