@@ -45,6 +45,22 @@ def bias(estimator: Estimator, problem: Problem, group_size: int = 1) -> float:
     return figures(estimator, problem, group_size)["relative_bias"]
 
 
+def merit(found: Moments, problem: Problem, responses: int) -> float:
+    """Share of the best possible gain of one step that a mean over independent responses makes.
+
+        <grad J, E g>^2 / ((|E g|^2 + var / N) |grad J|^2)
+
+    Args:
+        found: moments of the estimate from one response.
+        problem: gives J.
+        responses: N.
+    """
+    gradient = objective(problem).gradient
+    along = (gradient * found.mean).sum().square()
+    length = found.mean.square().sum() + found.variance / responses
+    return float(along / (length * gradient.square().sum()))
+
+
 def alone(name: str, baseline: float = 0.0, **settings: Any) -> Estimator:
     """A catalogue entry for one response: a constant in place of its group's baseline."""
     return replace(get(name, **settings), advantage=use(constant, baseline=float(baseline)))
