@@ -14,7 +14,6 @@ the other prompts' tokens, a convolution.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import final
 
@@ -26,7 +25,7 @@ from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import Walk, response_moments, response_scale, tree_weights
-from windage.toy.exact.tuples import compositions, multinomial, spread, unit
+from windage.toy.exact.tuples import compositions, multinomial, spread, unit, ways
 from windage.toy.problems import Problem
 
 FEW = 16
@@ -198,5 +197,5 @@ def count_classes(estimator: Estimator, problem: Problem, group_size: int) -> fl
     sizes = len(problem.lengths[0].unique()) if coupled else 1
     total = 0.0
     for rewards in problem.rewards:
-        total += math.comb(group_size + len(levels(rewards)) * sizes - 1, group_size)
+        total += ways(len(levels(rewards)) * sizes, group_size)
     return total

@@ -247,13 +247,37 @@ def _separately(estimator: Estimator, problem: Problem, group_size: int, draw: o
     return run(problem) if estimator.scope == "batch" else by_prompt(problem, run)
 
 
+def power(base: float, exponent: float) -> float:
+    """base^exponent for a base of at least 1, infinite where float64 overflows.
+
+    Example:
+        >>> power(3, 2), power(10, 400)
+        (9.0, inf)
+    """
+    return float(base) ** exponent if exponent * math.log2(base) < 1000 else math.inf
+
+
+def ways(parts: int, total: int) -> float:
+    """Multisets of `total` members of `parts` kinds, infinite where float64 overflows.
+
+    Example:
+        >>> ways(3, 2), ways(1000, 1000)
+        (6.0, inf)
+    """
+    n, k = parts + total - 1, min(total, parts - 1)
+    if math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) > 690:
+        return math.inf
+    return float(math.comb(n, k))
+
+
 def count_tuples(problem: Problem, group_size: int, *, joint: bool) -> float:
     """Tuples that `tuples` would list."""
-    prompts = problem.prompts if joint else 1
-    return float(problem.tree.leaves) ** (group_size * prompts) * (1 if joint else problem.prompts)
+    prompts = problem.prompts
+    one = power(problem.tree.leaves, group_size * (prompts if joint else 1))
+    return one if joint else one * prompts
 
 
 def count_multisets(problem: Problem, group_size: int, *, joint: bool) -> float:
     """Multisets that `multisets` would list."""
-    one = float(math.comb(group_size + problem.tree.leaves - 1, group_size))
-    return one**problem.prompts if joint else one * problem.prompts
+    one = ways(problem.tree.leaves, group_size)
+    return power(one, problem.prompts) if joint else one * problem.prompts
