@@ -207,7 +207,8 @@ def with_critic(problem: Problem, values: Tensor, lam: float) -> Moments:
     "B-10",
     section=CRITIC,
     statement="A critic that sees the prefix only cannot bias the return's gradient, however "
-    "wrong; a poor one reduces noise less than a group or adds to it, a good one keeps up with a group.",
+    "wrong; a poor one reduces noise less than a group or adds to it, a good one keeps up with "
+    "a group.",
     note="On TREE the exact prefix value is slightly noisier than the constant J: exact values are "
     "not the variance optimum.",
     problem="TREE sampled from its own policy, one response; seven critics.",
