@@ -4,21 +4,27 @@ Members take `(rewards, present)`, or `(token_rewards, values, mask)` where a cr
 return one number a response or a token.  Rows that are not present count nowhere and get 0.
 
 Differences:
-    1. A group of equal rewards gives exactly 0 in every group member, at any `eps`; frameworks that
-       divide the rounding residue by a small eps give O(1) noise.
+    1. A group of equal rewards gives exactly 0 in every group member, at any `eps`; frameworks
+       that divide the rounding residue by a small eps give O(1) noise.  Where a spread is divided
+       by, one that rounding alone could have made (`ROUNDING` units in the last place) counts as 0.
     2. `group_std` divides by (std + eps) with ddof 1 (verl, TRL); several others use ddof 0.
     3. A single survivor of a larger group gets 0; one path of TRL returned its raw reward.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.estimators.batch import promote
+from windage.estimators.errors import within
 from windage.estimators.member import declare
+
+ROUNDING = 8
 
 
 @runtime_checkable
@@ -38,6 +44,7 @@ def _centered(rewards: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """Reward minus group mean, exactly 0 in groups of equal rewards; and the group's count."""
     if rewards.shape[-1] < 2:
         raise ValueError("a group estimator needs groups of at least 2 responses, got size 1")
+    rewards = promote(rewards)
     count = present.sum(-1, keepdim=True)
     zero = rewards.new_zeros(())
     total = torch.where(present, rewards, zero).sum(-1, keepdim=True)
@@ -45,6 +52,17 @@ def _centered(rewards: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     high = torch.where(present, rewards, rewards.new_full((), -torch.inf)).amax(-1, keepdim=True)
     centered = rewards - total / count.clamp(min=1)
     return torch.where(present & (low < high), centered, zero), count
+
+
+def _over_spread(
+    centered: Tensor, freedom: Tensor, largest: Tensor, dims: tuple[int, ...], eps: float
+) -> Tensor:
+    """Centered values over (their root mean square + eps); 0 where rounding made the spread."""
+    within(0, math.inf, eps=eps)
+    total = centered.square().sum(dims, keepdim=True)
+    spread = (total / freedom.clamp(min=1)).sqrt()
+    rounding = ROUNDING * torch.finfo(centered.dtype).eps * largest
+    return torch.where(spread > rounding, centered / (spread + eps), torch.zeros_like(centered))
 
 
 @declare("response", "rewards", "present", linear=True)
@@ -72,7 +90,7 @@ def constant(
     References:
         Williams, 1992.
     """
-    present = _everyone(rewards, present)
+    rewards, present = promote(rewards), _everyone(rewards, present)
     return torch.where(present, rewards - baseline, rewards.new_zeros(()))
 
 
@@ -134,7 +152,7 @@ def leave_one_out(
         Ahmadian et al., 2024, arXiv:2402.14740.
     """
     centered, count = _centered(rewards, _everyone(rewards, present))
-    return centered * (count / (count - 1).clamp(min=1))
+    return centered * count / (count - 1).clamp(min=1)
 
 
 @declare("group", "rewards", "present")
@@ -160,7 +178,7 @@ def group_std(
         eps: in units of reward.
 
     Raises:
-        ValueError: groups of one response.
+        ValueError: groups of one response, ddof not 0 or 1, eps below 0.
 
     Example:
         >>> group_std(torch.tensor([[1.0, 0.0]]), ddof=0, eps=0.0)
@@ -169,9 +187,11 @@ def group_std(
     References:
         Shao et al., 2024, arXiv:2402.03300.
     """
-    centered, count = _centered(rewards, _everyone(rewards, present))
-    spread = (centered.square().sum(-1, keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
-    return torch.where(spread > 0, centered / (spread + eps), torch.zeros_like(centered))
+    within(0, 1, ddof=ddof)
+    present = _everyone(rewards, present)
+    centered, count = _centered(rewards, present)
+    largest = torch.where(present, rewards.abs(), 0.0).amax(-1, keepdim=True)
+    return _over_spread(centered, count - ddof, largest, (-1,), eps)
 
 
 @declare("batch", "rewards", "present")
@@ -190,7 +210,7 @@ def batch_std(
         One shared factor: the direction of the batch's update is that of `group_mean`.
 
     Raises:
-        ValueError: groups of one response.
+        ValueError: groups of one response, ddof not 0 or 1, eps below 0.
 
     Example:
         >>> batch_std(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), ddof=0, eps=0.0)
@@ -200,9 +220,12 @@ def batch_std(
     References:
         Liu et al., 2025, arXiv:2508.08221.
     """
+    within(0, 1, ddof=ddof)
     present = _everyone(rewards, present)
     centered, _ = _centered(rewards, present)
-    return whiten(centered, present, ddof=ddof, eps=eps)
+    largest = torch.where(present, rewards.abs(), 0.0).amax((-2, -1), keepdim=True)
+    count = present.sum((-2, -1), keepdim=True)
+    return _over_spread(centered, count - ddof, largest, (-2, -1), eps)
 
 
 def whiten(
@@ -219,6 +242,9 @@ def whiten(
     Claims:
         What stands under a False mask does not matter; equal entries give exactly 0.
 
+    Raises:
+        ValueError: ddof not 0 or 1, eps below 0.
+
     Example:
         >>> whiten(torch.tensor([[2.0, 4.0], [6.0, 99.0]]),
         ...        torch.tensor([[True, True], [True, False]]), eps=0.0)
@@ -228,14 +254,13 @@ def whiten(
     References:
         Hu et al., 2025, arXiv:2501.03262.
     """
-    zero = advantages.new_zeros(())
+    within(0, 1, ddof=ddof)
+    advantages = torch.where(mask, promote(advantages), 0.0)
     count = mask.sum((-2, -1), keepdim=True)
-    total = torch.where(mask, advantages, zero).sum((-2, -1), keepdim=True)
-    centered = torch.where(mask, advantages - total / count.clamp(min=1), zero)
-    largest = torch.where(mask, advantages.abs(), zero).amax((-2, -1), keepdim=True)
-    spread = (centered.square().sum((-2, -1), keepdim=True) / (count - ddof).clamp(min=1)).sqrt()
-    rounding = 8 * torch.finfo(advantages.dtype).eps * largest
-    return torch.where(spread > rounding, centered / (spread + eps), zero)
+    mean = advantages.sum((-2, -1), keepdim=True) / count.clamp(min=1)
+    centered = torch.where(mask, advantages - mean, 0.0)
+    largest = advantages.abs().amax((-2, -1), keepdim=True)
+    return _over_spread(centered, count - ddof, largest, (-2, -1), eps)
 
 
 def returns_to_go(
@@ -284,6 +309,9 @@ def gae(
         gamma: discount a trainable token.
         lam: trust in the sampled return against the critic.
 
+    Raises:
+        ValueError: gamma or lam outside 0 to 1.
+
     Example:
         >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.2, 9.0, 0.5]),
         ...     torch.tensor([True, False, True]), lam=0.9)
@@ -292,7 +320,9 @@ def gae(
     References:
         Schulman et al., 2016, arXiv:1506.02438.
     """
-    following = torch.zeros_like(values[..., 0])
+    within(0, 1, gamma=gamma, lam=lam)
+    token_rewards, values = promote(token_rewards), promote(values)
+    following = torch.zeros_like(values.sum(-1))
     carry = torch.zeros_like(following)
     columns = []
     for t in reversed(range(values.shape[-1])):

@@ -1,8 +1,9 @@
 """Aggregations: how the terms of tokens are combined over the whole batch.
 
-Members take `(lengths, present)` and return the coefficient that every trainable token of a response
-gets.  The mask enters by its row sums only, so neither padding nor tool tokens can matter, and since
-denominators are taken over the whole optimiser batch, micro-batches and ranks cannot either.
+Members take `(lengths, present)` and return the coefficient that every trainable token of a
+response gets.  The mask enters by its row sums only, so neither padding nor tool tokens can matter,
+and since denominators are taken over the whole optimiser batch, micro-batches and ranks cannot
+either.
 
 Differences:
     1. Denominators count what arrived, before admission and rejection (frameworks differ).
@@ -19,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from windage.estimators.errors import BadInput, positive
 from windage.estimators.member import declare
 
 
@@ -106,10 +108,9 @@ def constant_length(
     References:
         Liu et al., 2025, arXiv:2503.20783.
     """
-    if length is None or not length > 0:
-        raise ValueError(
-            f"length is {length}; allowed: the task's longest response in tokens, above 0"
-        )
+    if length is None:
+        raise BadInput("length is None; allowed: the task's longest response in tokens")
+    positive(length=length)
     return token_sum(lengths, present) / length
 
 

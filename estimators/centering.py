@@ -43,7 +43,7 @@ class Centering(Protocol):
 def head_ratio(
     head_logp: Float[Tensor, "*batch K"], head_behavior_logp: Float[Tensor, "*batch K"]
 ) -> Float[Tensor, "*batch K"]:
-    """log p - log q of head tokens; 0 where the sampler never draws the token.
+    """Log p - log q of head tokens; 0 where the sampler never draws the token.
 
     Example:
         >>> head_ratio(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -torch.inf]))

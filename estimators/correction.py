@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.estimators.errors import ordered, positive, within
 from windage.estimators.member import Member, Scope, declare, use
 
 
@@ -129,12 +130,6 @@ def geometric(
     return trajectory(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _positive(**settings: float) -> None:
-    for name, value in settings.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value:g}; allowed: a number above 0")
-
-
 @declare("token")
 def none(
     effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
@@ -193,7 +188,7 @@ def truncate(
     References:
         Munos et al., 2016, arXiv:1606.02647; MiniMax, 2025, arXiv:2506.13585.
     """
-    _positive(cap=cap)
+    positive(cap=cap)
     return effective.clamp(max=math.log(cap)).exp()
 
 
@@ -245,8 +240,7 @@ def keep(
         >>> keep(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 1.0]))
         tensor([1., 0.])
     """
-    if not 0 <= low <= high:
-        raise ValueError(f"low is {low:g}, high {high:g}; allowed: 0 <= low <= high")
+    ordered(low=low, high=high)
     weight = effective.exp()
     return ((weight >= low) & (weight <= high)).to(weight.dtype)
 
@@ -267,6 +261,9 @@ def clip(
     Claims:
         Zero-gradient region exactly the two stated; no bound for A < 0 and a large ratio.
 
+    Raises:
+        ValueError: a margin below 0.
+
     Example:
         >>> e = torch.log(torch.tensor([0.5, 1.5, 0.5, 1.5]))
         >>> clip(e, torch.tensor([1.0, 1.0, -1.0, -1.0]))
@@ -275,6 +272,7 @@ def clip(
     References:
         Schulman et al., 2017, arXiv:1707.06347; Yu et al., 2025, arXiv:2503.14476 (clip_high).
     """
+    within(0, math.inf, clip_low=clip_low, clip_high=clip_high)
     weight = effective.exp()
     above = (advantages > 0) & (weight > 1 + clip_high)
     below = (advantages < 0) & (weight < 1 - clip_low)
@@ -307,7 +305,7 @@ def dual_clip(
     References:
         Ye et al., 2019, arXiv:1912.09729.
     """
-    _positive(cap=cap)
+    positive(cap=cap)
     weight = clip(effective, advantages, clip_low=clip_low, clip_high=clip_high)
     return torch.where((advantages < 0) & (weight > cap), 0.0, weight)
 
@@ -344,11 +342,8 @@ def taper(
     References:
         Le Roux et al., 2025, arXiv:2503.14286.
     """
-    for sign, low, high in (("pos", a_pos, b_pos), ("neg", a_neg, b_neg)):
-        if not 0 <= low <= high:
-            raise ValueError(
-                f"a_{sign} is {low:g}, b_{sign} {high:g}; allowed: 0 <= a_{sign} <= b_{sign}"
-            )
+    ordered(a_pos=a_pos, b_pos=b_pos)
+    ordered(a_neg=a_neg, b_neg=b_neg)
     weight = effective.exp()
     return torch.where(
         advantages >= 0, weight.clamp(min=a_pos, max=b_pos), weight.clamp(min=a_neg, max=b_neg)
@@ -378,8 +373,9 @@ class Correction:
         mask: Bool[Tensor, "*batch T"],
         advantages: Float[Tensor, "*#batch T_or_1"],
     ) -> Float[Tensor, "*batch T"]:
-        """Weights of all tokens, 0 where the mask is False."""
-        weight = self.map(self.reach(log_ratio, mask), advantages)
+        """Weights of all tokens, 0 where the mask is False; what stands there does not matter."""
+        clean = torch.where(mask, log_ratio, torch.zeros_like(log_ratio))
+        weight = self.map(self.reach(clean, mask), advantages)
         return torch.where(mask, weight, torch.zeros_like(weight))
 
     def describe(self) -> str:

@@ -8,10 +8,12 @@ does; a penalty in the reward adds to the token's reward and is collected by the
 Differences:
     1. Values and gradients of an estimator of the divergence are different things; names say which
        place is meant.  k3 in the loss follows the forward KL (TRL, verl, open-instruct default).
-    2. `loss_k3_weighted` is the ratio-weighted k3 with the gradient through the ratio (DeepSeek-V3.2;
-       TRL `use_bias_correction_kl`, slime `--use-unbiased-kl`, NeMo): the reverse KL's gradient.
-    3. No clamp on k3 (verl clamps at 10, which adds a bias); beyond `LIMIT` the log-ratio is capped
-       and the term keeps the gradient of the cap.
+    2. `loss_k3_weighted` is the ratio-weighted k3 with the gradient through the ratio: the reverse
+       KL's gradient (DeepSeek-V3.2; TRL `use_bias_correction_kl`, slime `--use-unbiased-kl`, NeMo).
+    3. No clamp on k3 (verl clamps at 10, which adds a bias); a token whose x is below -`LIMIT` is
+       treated as if x were -`LIMIT`, in value and in gradient: its pull is kept and stays finite.
+    4. `timeout_failure` scores a late response as a failure, which is a change of the objective;
+       dropping it (`admission.time_out`) is a selection.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from windage.estimators.errors import positive, within
 from windage.estimators.member import declare
 
 LIMIT = 20.0
@@ -55,13 +58,14 @@ def k2(reference_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def k3(reference_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """exp(-x) - 1 + x: unbiased for KL(pi, ref) under pi and never negative.
+    """exp(-x) - 1 + x: unbiased for KL(pi, ref) under pi and never negative; x at least -LIMIT.
 
     Example:
         >>> k3(torch.tensor([1.0]))
         tensor([0.3679])
     """
-    return torch.expm1((-reference_ratio).clamp(max=LIMIT)) + reference_ratio
+    capped = reference_ratio.clamp(min=-LIMIT)
+    return torch.expm1(-capped) + capped
 
 
 @declare("token", "reference_ratio", place="token_reward")
@@ -154,7 +158,7 @@ def loss_k3(
         >>> loss_k3(torch.tensor([1.0]), coefficient=0.1)
         tensor([-0.0632])
     """
-    return coefficient * torch.expm1((-reference_ratio).clamp(max=LIMIT))
+    return coefficient * torch.expm1(-reference_ratio.clamp(min=-LIMIT))
 
 
 @declare("token", "reference_ratio", "log_ratio")
@@ -215,6 +219,9 @@ def overlong_shaping(
         length: the longest response allowed, in tokens; None: no shaping.
         margin: tokens over which the penalty grows.
 
+    Raises:
+        ValueError: a length or a margin not above 0.
+
     Example:
         >>> overlong_shaping(torch.tensor([[10, 15, 30]]), length=20, margin=10)
         tensor([[-0.0000, -0.5000, -1.0000]], dtype=torch.float64)
@@ -224,7 +231,35 @@ def overlong_shaping(
     """
     if length is None:
         return torch.zeros(lengths.shape, dtype=torch.float64)
-    return -((lengths - (length - margin)) / margin).clamp(min=0.0, max=1.0).to(torch.float64)
+    positive(length=length, margin=margin)
+    return -((lengths.to(torch.float64) - (length - margin)) / margin).clamp(min=0.0, max=1.0)
+
+
+@declare("response", "rewards", "elapsed", place="reward")
+def timeout_failure(
+    rewards: Float[Tensor, "*batch P G"],
+    elapsed: Float[Tensor, "*batch P G"],
+    *,
+    limit: float = 600.0,
+    failure: float = 0.0,
+) -> Float[Tensor, "*batch P G"]:
+    """Score a response that took longer than a limit in seconds as a failure.
+
+        failure - r[p, g] if elapsed > limit, else 0
+
+    Claims:
+        Exactly the gradient of the time-limited objective, which is another objective.
+
+    Args:
+        rewards: before shaping.
+        limit: seconds; as in `admission.time_out`, a response that takes just that long is in time.
+        failure: the reward of a response that is late.
+
+    Example:
+        >>> timeout_failure(torch.tensor([[1.0, 1.0]]), torch.tensor([[10.0, 900.0]]))
+        tensor([[ 0., -1.]])
+    """
+    return torch.where(elapsed > limit, failure - rewards, torch.zeros_like(rewards))
 
 
 REFERENCE_SCHEDULES = ("never", "every", "epoch", "ema")
@@ -240,6 +275,9 @@ def ema(
     Args:
         coefficient: 1 is a hard copy (refresh every N steps or once an epoch), 0 never moves.
 
+    Raises:
+        ValueError: a coefficient outside 0 to 1.
+
     Example:
         >>> ema(torch.tensor([0.0]), torch.tensor([1.0]), coefficient=0.6)
         tensor([0.6000])
@@ -247,4 +285,5 @@ def ema(
     References:
         Gorbatovski et al., 2024, arXiv:2404.09656.
     """
+    within(0, 1, coefficient=coefficient)
     return torch.lerp(reference, policy, coefficient)
