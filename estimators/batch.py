@@ -18,6 +18,7 @@ from torch import Tensor
 SCHEMA_VERSION = 1
 TOKEN_FIELDS = ("logp", "behavior_logp", "proximal_logp", "reference_logp", "values", "versions")
 HEAD_FIELDS = ("head_ids", "head_behavior_logp", "head_logp")
+RESPONSE_FIELDS = ("outcomes", "truncated", "elapsed")
 
 
 @final
@@ -29,14 +30,16 @@ class Batch:
         rewards: one scalar a response, after shaping.
         present: False where a group is incomplete; such rows count nowhere.
         mask: True on the tokens that the policy chose (no prompt, tool or padding token).
-        logp: log-probability of each token under the policy being trained, in nats.
+        logp: log-probability of each token under the policy being trained, in nats; absent until
+            the trainer's forward pass.
         behavior_logp: the same under the distribution that really sampled it.
         proximal_logp: under the anchor of a decoupled clip.
         reference_logp: under the reference of a penalty.
         values: critic's value before each token, in units of reward.
         versions: number of the weights that sampled each token.
         head_ids, head_behavior_logp, head_logp: the sampler's K likeliest tokens at each position
-            and their log-probabilities under sampler and trainer; full vocabulary: exact.
+            and their log-probabilities under sampler and trainer; full vocabulary: exact.  A head
+            shorter than K is filled with -inf under both.
         outcomes: rewards before shaping (admission looks here); absent: the rewards.
         requested: group size asked for, a prompt; absent: G.
         truncated: the engine stopped the response at a limit.
@@ -48,7 +51,7 @@ class Batch:
 
     rewards: Float[Tensor, "*batch P G"]
     mask: Bool[Tensor, "*batch P G T"]
-    logp: Float[Tensor, "*batch P G T"]
+    logp: Float[Tensor, "*batch P G T"] | None = None
     present: Bool[Tensor, "*batch P G"] | None = None
     behavior_logp: Float[Tensor, "*batch P G T"] | None = None
     proximal_logp: Float[Tensor, "*batch P G T"] | None = None
@@ -71,6 +74,12 @@ class Batch:
         """Trainable tokens of each response."""
         return self.mask.sum(-1)
 
+    @property
+    def missing(self) -> Int[Tensor, "*batch P"]:
+        """Responses of each prompt that were asked for and did not arrive with a reward."""
+        asked = self.rewards.shape[-1] if self.requested is None else self.requested
+        return asked - self.get("present").sum(-1)
+
     def get(self, name: str) -> Any:
         """A field by name, with the stated stand-ins for absent `present` and `outcomes`.
 
@@ -87,13 +96,13 @@ class Batch:
         return value
 
     def select(self, prompts: Any) -> Batch:
-        """The same record for some prompts only (a slice or an index along P)."""
-        changes = {
+        """The same record for some prompts only: a slice, or a list or tensor of positions."""
+        changes: dict[str, Any] = {
             f.name: (
                 value[prompts]
                 if f.name in ("requested", "row_index")
                 else value[..., prompts, :]
-                if f.name in ("rewards", "present", "outcomes", "truncated", "elapsed")
+                if f.name in ("rewards", "present", *RESPONSE_FIELDS)
                 else value[..., prompts, :, :, :]
                 if f.name in HEAD_FIELDS
                 else value[..., prompts, :, :]
@@ -110,34 +119,55 @@ class Batch:
     def validate(self) -> Batch:
         """Check shapes and values once; stages rely on it.
 
+        Returns:
+            The batch, with the mask False on rows that are not present.
+
         Raises:
             ValueError: names the argument, the row (group and member) and the value.
         """
         shape = self.mask.shape
         present = self.get("present")
+        self._shape("rewards", shape[:-1])
+        self._shape("present", shape[:-1])
         real = self.mask & present.unsqueeze(-1)
-        for name in (*TOKEN_FIELDS, *HEAD_FIELDS, "rewards", "outcomes", "elapsed"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            depth = 4 if name in HEAD_FIELDS else 3 if name in TOKEN_FIELDS else 2
-            want = shape[:-1] if depth == 2 else shape
-            if value.shape[: len(want)] != want:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, mask {tuple(shape)}")
-            if not value.is_floating_point():
-                continue
-            where = present if depth == 2 else real if depth == 3 else real.unsqueeze(-1)
-            allowed = torch.isfinite(value)
-            if name.startswith("head_"):
-                allowed = allowed | (value == -math.inf)
-            bad = torch.nonzero(where & ~allowed)
-            if len(bad):
-                place = tuple(bad[0].tolist())
-                raise ValueError(
-                    f"{name} is {float(value[place])} at {self.row_name(place)}; "
-                    "allowed: finite numbers"
-                )
-        return self
+        for name in ("rewards", *RESPONSE_FIELDS):
+            self._check(name, shape[:-1], present)
+        for name in TOKEN_FIELDS:
+            self._check(name, shape, real)
+        heads = {getattr(self, n).shape[-1] for n in HEAD_FIELDS if getattr(self, n) is not None}
+        if len(heads) > 1:
+            raise ValueError(f"the head fields hold {sorted(heads)} tokens; allowed: the same")
+        for name in HEAD_FIELDS:
+            self._check(name, (*shape, *heads), real.unsqueeze(-1))
+        for name in ("requested", "group_ids"):
+            column = getattr(self, name)
+            if column is not None and len(column) != shape[-3]:
+                raise ValueError(f"{name} has {len(column)} entries, mask {shape[-3]} prompts")
+        return self if self.present is None else replace(self, mask=real)
+
+    def _shape(self, name: str, want: Sequence[int]) -> None:
+        value = getattr(self, name)
+        if value is not None and tuple(value.shape) != tuple(want):
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, mask {tuple(self.mask.shape)}; "
+                f"allowed: {tuple(want)}"
+            )
+
+    def _check(self, name: str, want: Sequence[int], where: Tensor) -> None:
+        self._shape(name, want)
+        value = getattr(self, name)
+        if value is None or not value.is_floating_point():
+            return
+        allowed = torch.isfinite(value)
+        words = "finite numbers"
+        if name.startswith("head_"):
+            allowed, words = allowed | (value == -math.inf), "finite numbers or -inf"
+        bad = torch.nonzero(where & ~allowed)
+        if len(bad):
+            place = tuple(bad[0].tolist())
+            raise ValueError(
+                f"{name} is {float(value[place])} at {self.row_name(place)}; allowed: {words}"
+            )
 
     def row_name(self, place: Sequence[int]) -> str:
         """Words for an index `(..., p, g[, t[, k]])` of a two- or three-axis field."""
@@ -167,10 +197,11 @@ class Batch:
             group_ids: the prompt of each row; groups appear in the order of their first row.
             mask: 0/1 for each token of each row.
             group_size: size asked for; default: the rows that a group has.
-            rows: any other field of `Batch`, one entry a row.
+            rows: any other field that `Batch` has a row, one entry a row.
 
         Raises:
-            ValueError: an unknown field, rows of different length, NaN, or None inside a row.
+            ValueError: an unknown field, rows of different length, NaN, or None where a row has a
+                reward.
 
         Example:
             >>> batch = Batch.from_rows([1.0, None, 0.0], "aab", mask=[[1], [1], [1]],
@@ -178,86 +209,86 @@ class Batch:
             >>> batch.present.tolist()
             [[True, False], [True, False]]
         """
-        known = {f.name for f in fields(cls)}
+        known = (*TOKEN_FIELDS, *HEAD_FIELDS, *RESPONSE_FIELDS)
         for name in rows:
             if name not in known:
-                raise ValueError(f"Batch has no field {name!r}; it has: {', '.join(sorted(known))}")
+                raise ValueError(f"rows have no field {name!r}; they have: {', '.join(known)}")
         for name, column in {"group_ids": group_ids, "mask": mask, **rows}.items():
             if len(column) != len(rewards):
                 raise ValueError(f"{name} has {len(column)} rows, rewards {len(rewards)}")
-        members: dict[Hashable, list[int]] = {}
-        for row, group in enumerate(group_ids):
-            members.setdefault(group, []).append(row)
-        names = tuple(members)
-        sizes = [len(members[name]) for name in names]
-        width = max([*sizes, group_size or 1])
-        index = torch.full((len(names), width), -1)
-        for p, name in enumerate(names):
-            index[p, : sizes[p]] = torch.tensor(members[name])
-        tokens = max([len(row) for row in mask], default=0)
-
-        def pad(name: str, column: Sequence[Any]) -> Tensor:
-            per_token = name in (*TOKEN_FIELDS, *HEAD_FIELDS, "mask")
-            for row, entry in enumerate(column):
-                if per_token and len(entry) != len(mask[row]):
-                    raise ValueError(
-                        f"row {row}: {name} has length {len(entry)}, mask {len(mask[row])}"
-                    )
-                cells = entry if per_token and name not in HEAD_FIELDS else [entry]
-                if any(cell is None for cell in cells):
-                    place = next(i for i, cell in enumerate(cells) if cell is None)
-                    raise ValueError(f"row {row}: {name} is None at position {place}")
-            kind = (
-                torch.int64
-                if name in ("versions", "head_ids")
-                else torch.bool
-                if name in ("mask", "truncated")
-                else dtype
-            )
-            values = [torch.as_tensor(entry, dtype=kind) for entry in column]
-            if not per_token:
-                flat = torch.stack(values) if values else torch.zeros(0, dtype=kind)
-                return torch.where(
-                    index >= 0, flat[index.clamp(min=0)], torch.zeros((), dtype=kind)
-                )
-            tail = values[0].shape[1:] if values else ()
-            out = torch.zeros((len(names), width, tokens, *tail), dtype=kind)
-            for p, name_ in enumerate(names):
-                for g, row in enumerate(members[name_]):
-                    out[p, g, : len(values[row])] = values[row]
-            return out
-
+        names, index = _by_group(group_ids, group_size or 1)
         scored = [reward is not None for reward in rewards]
-        present = pad("truncated", scored)
-        numbers = [0.0 if reward is None else float(reward) for reward in rewards]
-        for row, number in enumerate(numbers):
-            if not math.isfinite(number):
-                raise ValueError(
-                    f"rewards: row {row} is {number}; allowed: a finite number or None"
-                )
-        padded = {name: pad(name, column) for name, column in rows.items()}
-        filled = pad("mask", mask) & present.unsqueeze(-1)
-        padded.setdefault("logp", torch.zeros(filled.shape, dtype=dtype))
-        asked = [max(size, group_size or 0) for size in sizes]
+        columns = {"rewards": rewards, "present": scored, "mask": mask, **rows}
+        placed = {
+            name: _responses(name, column, scored, index, dtype)
+            if name in ("rewards", "present", *RESPONSE_FIELDS)
+            else _tokens(name, column, mask, index, dtype)
+            for name, column in columns.items()
+        }
+        sizes = (index >= 0).sum(1)
         return cls(
-            rewards=pad("rewards", numbers),
-            present=present,
-            mask=filled,
-            requested=torch.tensor(asked),
+            requested=sizes if group_size is None else sizes.clamp(min=group_size),
             group_ids=names,
             row_index=index,
             current_version=current_version,
-            **padded,
+            **placed,
         ).validate()
 
     def to_rows(self, value: Tensor) -> Tensor:
-        """Values `[P G ...]` back in the order of the rows this batch was built from."""
+        """Values `[P G ...]` back in the order of the rows that this batch holds.
+
+        A batch of selected prompts gives its own rows only, in their original order.
+        """
         if self.row_index is None:
             raise ValueError("to_rows needs a batch made by Batch.from_rows")
         real = self.row_index >= 0
-        out = value.new_zeros((int(real.sum()), *value.shape[2:]))
-        out[self.row_index[real]] = value[real]
-        return out
+        return value[real][self.row_index[real].argsort()]
+
+
+def _by_group(group_ids: Sequence[Hashable], width: int) -> tuple[tuple[Hashable, ...], Tensor]:
+    """Names of the groups in the order of their first row, and the rows of each; -1: no row."""
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        members.setdefault(group, []).append(row)
+    index = torch.full((len(members), max([width, *map(len, members.values())])), -1)
+    for p, rows in enumerate(members.values()):
+        index[p, : len(rows)] = torch.tensor(rows)
+    return tuple(members), index
+
+
+def _responses(
+    name: str, column: Sequence[Any], scored: list[bool], index: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """One number a row, placed `[P G]`; None is allowed, and is 0, where a row has no reward."""
+    for row, entry in enumerate(column):
+        if entry is None and scored[row]:
+            raise ValueError(f"row {row}: {name} is None")
+    kind = torch.bool if name in ("present", "truncated") else dtype
+    flat = torch.tensor([0 if entry is None else entry for entry in column] or [0], dtype=kind)
+    return torch.where(index >= 0, flat[index.clamp(min=0)], torch.zeros((), dtype=kind))
+
+
+def _tokens(
+    name: str, column: Sequence[Any], mask: Sequence[Any], index: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The tokens of each row, placed `[P G T ...]` and filled with 0."""
+    integers = name in ("versions", "head_ids")
+    kind = torch.int64 if integers else torch.bool if name == "mask" else dtype
+    values = []
+    for row, entry in enumerate(column):
+        if len(entry) != len(mask[row]):
+            raise ValueError(f"row {row}: {name} has length {len(entry)}, mask {len(mask[row])}")
+        if isinstance(entry, (list, tuple)) and None in entry:
+            raise ValueError(f"row {row}: {name} is None at position {entry.index(None)}")
+        values.append(torch.as_tensor(entry, dtype=kind))
+    tail = next((value.shape[1:] for value in values if len(value)), ())
+    longest = max([len(row) for row in mask], default=0)
+    out = torch.zeros((*index.shape, longest, *tail), dtype=kind)
+    for p, g in torch.nonzero(index >= 0).tolist():
+        value = values[int(index[p, g])]
+        if len(value):
+            out[p, g, : len(value)] = value
+    return out
 
 
 def promote(logp: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -1,9 +1,16 @@
 """An estimator: one member a stage, and the coefficients it gives to a batch.
 
 Two steps, so that a trainer can stay fast.  `batch_terms` computes once over the whole optimiser
-batch whatever couples responses (advantages, admission, denominators); `token_coefficients` computes
-weights and head coefficients from the log-probabilities of the forward pass that is about to be
-differentiated, and may be given a slice of the prompts.
+batch whatever couples responses (advantages, admission, denominators); `token_coefficients`
+computes weights and head coefficients from the log-probabilities of the forward pass that is about
+to be differentiated, and may be given a slice of the prompts.  Neither carries a gradient.
+
+Differences:
+    1. A penalty in the token reward is collected by the return-to-go, undiscounted but for `gae`,
+       and added after any normalisation of the advantage, so its strength does not depend on the
+       spread of the rewards.
+    2. A rejected response contributes nothing, its penalties in the loss included; denominators
+       still count it.
 """
 
 from __future__ import annotations
@@ -55,12 +62,15 @@ class Estimator:
     claims: tuple[Claim, ...] = ()
 
     def __post_init__(self) -> None:
-        reaches = [c for c in self.corrections if not c.idle and c.reach.name != "token"]
-        if self.centering is not None and reaches:
-            raise ValueError(
-                f"{self.name}: centering is exact only with token reach, got "
-                f"{reaches[0].reach.name}"
-            )
+        for correction in self.corrections if self.centering is not None else ():
+            if (
+                not correction.idle
+                and correction.describe() != f"token {correction.map.describe()}"
+            ):
+                raise ValueError(
+                    f"{self.name}: centering is exact only with token reach and the ratio "
+                    f"logp/behavior_logp, got {correction.describe()}"
+                )
 
     @property
     def members(self) -> tuple[tuple[str, Member], ...]:
@@ -123,15 +133,15 @@ class Estimator:
         return " · ".join(parts)
 
     def check(self, batch: Batch) -> Batch:
-        """Validate the batch for this estimator.
+        """Validate the batch for this estimator; `logp` may still be absent.
 
         Raises:
             ValueError: a value that is not finite, a field that is missing, or a group of which one
                 response was requested (named), where the advantage compares within groups.
         """
-        batch.validate()
+        batch = batch.validate()
         for name in self.needs:
-            if name in Batch.__dataclass_fields__:
+            if name != "logp":
                 batch.get(name)
         if self.advantage.traits.scope in ("group", "batch"):
             shape = batch.rewards.shape
@@ -150,15 +160,24 @@ class Estimator:
         """Fields of the batch that some member reads."""
         used = [m for s, m in self.members if s != "penalty"] + list(self.active_penalties)
         names = [name for member in used for name in member.traits.needs]
-        derived = {"reference_ratio": "reference_logp", "log_ratio": "behavior_logp"}
-        names = [derived.get(name, name) for name in names]
+        derived = {
+            "reference_ratio": ("logp", "reference_logp"),
+            "log_ratio": ("logp", "behavior_logp"),
+            "token_rewards": ("rewards",),
+        }
+        names = [field for name in names for field in derived.get(name, (name,))]
         for correction in self.corrections:
             names += [] if correction.idle else [correction.numerator, correction.denominator]
         return tuple(dict.fromkeys(names))
 
     def __call__(self, batch: Batch) -> Coefficients:
-        """Check the batch and give its coefficients."""
-        return coefficients(self, self.check(batch))
+        """Check the batch and give its coefficients, all finite.
+
+        Raises:
+            ValueError: what `check` and `Coefficients.validate` refuse.
+        """
+        batch = self.check(batch)
+        return coefficients(self, batch).validate(batch)
 
 
 @final
@@ -187,6 +206,12 @@ class Terms:
             reason=self.reason[..., prompts, :],
         )
 
+    @property
+    def counts(self) -> dict[str, Int[Tensor, "*batch"]]:
+        """How many responses were turned away, by reason."""
+        numbered = enumerate(self.reasons, start=1)
+        return {name: (self.reason == number).sum((-2, -1)) for number, name in numbered}
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,15 +230,33 @@ class Coefficients:
     terms: Terms
     weights: Float[Tensor, "*batch P G T"]
 
+    def validate(self, batch: Batch) -> Coefficients:
+        """Refuse a coefficient that is not finite, such as a ratio without a bound that overflows.
+
+        Raises:
+            ValueError: names the coefficient, the row and the value.
+        """
+        for name, value in (("own", self.own), ("head", self.head)):
+            if value is None:
+                continue
+            bad = torch.nonzero(~torch.isfinite(value))
+            if len(bad):
+                place = tuple(bad[0].tolist())
+                raise ValueError(
+                    f"the {name} coefficient is {float(value[place])} at {batch.row_name(place)}; "
+                    "allowed: finite numbers, so bound the ratio (cap, band or taper)"
+                )
+        return self
+
 
 def _derive(batch: Batch, name: str) -> Any:
     """A field of the batch, or one of the quantities that members may ask for by name."""
     if name == "log_ratio":
-        return log_ratio(batch.logp.detach(), batch.get("behavior_logp"), batch.mask)
+        return log_ratio(batch.get("logp"), batch.get("behavior_logp"), batch.mask)
     if name == "reference_ratio":
-        return log_ratio(batch.logp.detach(), batch.get("reference_logp"), batch.mask)
+        return log_ratio(batch.get("logp"), batch.get("reference_logp"), batch.mask)
     if name == "logp":
-        return log_ratio(batch.logp.detach(), torch.zeros_like(batch.logp), batch.mask)
+        return log_ratio(batch.get("logp"), torch.zeros_like(batch.get("logp")), batch.mask)
     return batch.get(name)
 
 
@@ -221,6 +264,7 @@ def _call(member: Member, find: Callable[[str], Any]) -> Any:
     return member(*(find(name) for name in member.traits.needs))
 
 
+@torch.no_grad()
 def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
     """Advantages, denominators and admission of a whole optimiser batch.
 
@@ -235,7 +279,7 @@ def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
         tensor([[0.3333, 0.3333]], dtype=torch.float64)
     """
     present = batch.get("present")
-    rewards = batch.rewards
+    rewards = promote(batch.rewards)
     token_rewards: Tensor | None = None
     for penalty in estimator.active_penalties:
         if penalty.traits.place == "reward":
@@ -260,7 +304,7 @@ def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
     scale = _call(estimator.aggregation, find)
 
     reasons, reason = [ABSENT], (~present).long()
-    if estimator.advantage.traits.scope == "group":
+    if estimator.advantage.traits.scope in ("group", "batch"):
         reasons.append(SURVIVOR)
         lonely = present & (present.sum(-1, keepdim=True) < 2)
         reason = torch.where(lonely, len(reasons), reason)
@@ -276,22 +320,17 @@ def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
 
 
 def _weights(estimator: Estimator, batch: Batch, advantages: Tensor) -> Tensor:
-    weights: Tensor | None = None
+    like = batch.rewards if batch.logp is None else batch.logp
+    weights = batch.mask.to(promote(like).dtype)
     for correction in estimator.corrections:
-        if correction.idle:
-            factor = torch.ones_like(promote(batch.logp.detach()))
-        else:
-            ratio = log_ratio(
-                batch.get(correction.numerator).detach(),
-                batch.get(correction.denominator).detach(),
-                batch.mask,
-            )
-            factor = correction.weights(ratio, batch.mask, advantages)
-        weights = factor if weights is None else weights * factor
-    assert weights is not None
-    return torch.where(batch.mask, weights, torch.zeros_like(weights))
+        if not correction.idle:
+            policies = batch.get(correction.numerator), batch.get(correction.denominator)
+            ratio = log_ratio(*policies, batch.mask)
+            weights = weights * correction.weights(ratio, batch.mask, advantages)
+    return weights
 
 
+@torch.no_grad()
 def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coefficients:
     """Coefficients of own and head tokens, from this batch's (or slice's) log-probabilities.
 
@@ -304,18 +343,20 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
         batch: whole responses; a micro-batch never splits one.
     """
     weights = _weights(estimator, batch, terms.advantages)
-    admitted = (terms.reason == 0) & (terms.scale > 0)
-    factor = (terms.advantages * (terms.scale * admitted).unsqueeze(-1)).to(weights.dtype)
+    admitted = ((terms.reason == 0) & (terms.scale > 0)).unsqueeze(-1)
+    scale = torch.where(admitted, terms.scale.unsqueeze(-1), 0.0)
+    factor = torch.where(admitted, terms.advantages * scale, 0.0).to(weights.dtype)
     inert = (factor == 0) | (weights == 0)
     own = torch.where(inert, torch.zeros_like(weights), factor * weights)
     for penalty in estimator.active_penalties:
         if penalty.traits.place == "loss":
             term = _call(penalty, lambda n: _derive(batch, n))
-            scaled = term * (terms.scale * admitted).unsqueeze(-1)
-            own = own + torch.where(batch.mask, scaled, 0.0).to(own.dtype)
+            own = own + torch.where(admitted & batch.mask, term * scale, 0.0).to(own.dtype)
     head = None
     if estimator.centering is not None:
-        head = -factor.unsqueeze(-1) * _head(estimator, terms, batch)
+        sign = -factor.unsqueeze(-1)
+        centered = _head(estimator, terms, batch)
+        head = torch.where(sign == 0, torch.zeros_like(centered), sign * centered)
     return Coefficients(own=own, head=head, terms=terms, weights=weights)
 
 
@@ -330,7 +371,7 @@ def _head(estimator: Estimator, terms: Terms, batch: Batch) -> Tensor:
 
     assert estimator.centering is not None
     coefficient = estimator.centering(
-        promote(batch.get("head_logp").detach()), promote(batch.get("head_behavior_logp")), weigh
+        promote(batch.get("head_logp")), promote(batch.get("head_behavior_logp")), weigh
     )
     return torch.where(batch.mask.unsqueeze(-1), coefficient, 0.0)
 
