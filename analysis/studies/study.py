@@ -1,0 +1,355 @@
+"""The bias and the variance of estimators on a problem, as the document of `windage study`.
+
+A study is a grid: each point of the sweep sets a problem, a behavior policy and a group size, and
+every estimator has one row there.  Rows are exact where an engine is, and sampled, with a standard
+error beside each figure, where none is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from time import perf_counter
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from windage.analysis.studies.figures import NAMES, from_moments, from_sample
+from windage.estimators.catalogue import CATALOGUE, get
+from windage.estimators.errors import BadInput
+from windage.estimators.estimator import Estimator
+from windage.toy.behavior import KINDS, with_behavior
+from windage.toy.exact.moments import Undefined
+from windage.toy.exact.plan import BUDGET, OPTIONS, Plan, exact, plan, seeded, undefined
+from windage.toy.objective import Objective, objective
+from windage.toy.problem_file import Document, to_problem
+from windage.toy.problems import BUILT_IN, Problem
+from windage.toy.sampling import BLOCKS, Figures, jackknife, sample
+
+SCHEMA = "windage/study/1"
+PRECISION = 0.01
+RESOLVED = 0.1
+FIRST_BATCHES = 64 * BLOCKS
+SAMPLED_CELLS = 2e8
+PATIENCE = 10.0
+BEYOND = "beyond the range of float64: the squared length of a gradient"
+
+Number = int | float
+Values = Mapping[str, Number]
+Advance = Callable[[int, int], None]
+Arguments = tuple[tuple[tuple[str, Number], ...], ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a study is of.
+
+    Args:
+        problem: a checked file, or a built-in name with its arguments.
+        estimators: names of the catalogue, each with settings.
+        group_size: responses of a prompt.
+        behavior: a kind and its settings; None: the file's sampler, or the policy itself.
+        sweep: values of keys, all combinations; a key goes to whatever has it (the group size, the
+            behavior policy, a built-in problem, the estimators) in place of what was set there.
+        engine: "auto", "sampling" or one of the exact engines.
+        seed: of whatever is drawn.
+        samples: most batches of a sampled row; None: about ten seconds' worth.
+    """
+
+    problem: Document | tuple[str, Values] = ("token_tree", {})
+    estimators: tuple[tuple[str, Values], ...] = tuple((name, {}) for name in CATALOGUE)
+    group_size: int = 4
+    behavior: tuple[str, Values] | None = None
+    sweep: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
+    engine: str = "auto"
+    seed: int = 0
+    samples: int | None = None
+
+
+def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict[str, Any]:
+    """Compute every row.
+
+    Args:
+        settings: already checked by name and value.
+        advance: told after each row how many of how many are done.
+
+    Returns:
+        The document of design.md; where a sweep changes the problem, `problem` and `objective` are
+        those of its first point, and each row carries its own `objective_value`.
+
+    Raises:
+        BadInput: a behavior policy that is not one in float64.
+
+    Example:
+        >>> document = run(Settings(problem=("bandit", {}), estimators=(("rloo", {}),)))
+        >>> document["rows"][0]["engine"], round(document["rows"][0]["scale"], 12)
+        ('prefix_tree', 1.0)
+    """
+    start = perf_counter()
+    points = [dict(zip(settings.sweep, v, strict=True)) for v in product(*settings.sweep.values())]
+    total = len(points) * len(settings.estimators)
+    rows: list[dict[str, Any]] = []
+    sites: dict[Arguments, tuple[Problem, Objective]] = {}
+    known: dict[Any, dict[str, Any]] = {}
+    for point in points:
+        key = _arguments(settings, point)
+        if key not in sites:
+            sites[key] = (site := _site(settings, key), objective(site))
+        site, goal = sites[key]
+        group_size = int(point.get("group_size", settings.group_size))
+        for name, given in settings.estimators:
+            estimator = bind(get(name, **_own(name, given, point)), site)
+            memo = (key, group_size, name, *estimator.settings.items())
+            if memo not in known:
+                chosen = (settings.engine, settings.seed, settings.samples)
+                known[memo] = row(estimator, site, goal, group_size, *chosen)
+            rows.append({**known[memo], **point})
+            advance(len(rows), total)
+    site, goal = next(iter(sites.values()))
+    return {
+        "schema": SCHEMA,
+        "problem": _about(settings.problem, site),
+        "behavior": _sampler(settings),
+        "objective": {
+            "value": _finite(float(goal.value)),
+            "gradient": _list(goal.gradient),
+            "gradient_norm": _finite(float(goal.gradient.norm())),
+        },
+        "sweep": {key: list(values) for key, values in settings.sweep.items()},
+        "seed": settings.seed,
+        "rows": rows,
+        "seconds": perf_counter() - start,
+    }
+
+
+def _pick(function: Callable[..., Any], point: Values) -> dict[str, Number]:
+    """The swept keys that a problem or a behavior policy takes."""
+    return {key: point[key] for key in inspect.signature(function).parameters if key in point}
+
+
+def _own(name: str, given: Values, point: Values) -> dict[str, Number]:
+    """An entry's settings: those given, and the swept ones that it has."""
+    return {**given, **{k: v for k, v in point.items() if k in CATALOGUE[name].settings}}
+
+
+def _arguments(settings: Settings, point: Values) -> Arguments:
+    """Arguments of the built-in problem and of the behavior policy at a point."""
+    sources = []
+    if not isinstance(settings.problem, Document):
+        sources.append((BUILT_IN, settings.problem))
+    if settings.behavior is not None:
+        sources.append((KINDS, settings.behavior))
+    return tuple(
+        tuple({**given, **_pick(table[name], point)}.items()) for table, (name, given) in sources
+    )
+
+
+def _site(settings: Settings, arguments: Arguments) -> Problem:
+    """The problem with its behavior policy."""
+    if isinstance(settings.problem, Document):
+        problem = to_problem(settings.problem)
+    else:
+        problem = BUILT_IN[settings.problem[0]](**dict(arguments[0]))
+    if settings.behavior is None:
+        return problem
+    kind, given = settings.behavior[0], dict(arguments[-1])
+    extra = {"seed": settings.seed} if kind == "noise" else {}
+    problem = with_behavior(problem, kind, **given, **extra)
+    if bool(problem.behavior_logp.isnan().any()):
+        words = ",".join(f"{k}={v}" for k, v in given.items())
+        raise BadInput(
+            f"behavior {kind}:{words} overflows float64; allowed: what leaves probabilities"
+        )
+    return problem
+
+
+def _sampler(settings: Settings) -> dict[str, Any]:
+    if settings.behavior is not None:
+        return {"kind": settings.behavior[0], **settings.behavior[1]}
+    file = isinstance(settings.problem, Document) and any(
+        "behavior" in prompt for prompt in settings.problem.prompts
+    )
+    return {"kind": "file" if file else "policy"}
+
+
+def _about(source: Document | tuple[str, Values], problem: Problem) -> dict[str, Any]:
+    return {
+        "name": problem.name,
+        "sha256": problem.sha256,
+        "prompts": problem.prompts,
+        "responses": problem.prompts * problem.tree.leaves,
+        "parameters": problem.logits.numel(),
+        **({} if isinstance(source, Document) else source[1]),
+    }
+
+
+def bind(estimator: Estimator, problem: Problem) -> Estimator:
+    """Give a constant length that was not set the horizon: the problem's longest response.
+
+    Example:
+        >>> bind(get("dr_grpo"), BUILT_IN["token_tree"]()).aggregation.describe()
+        'constant_length(length=4)'
+    """
+    if dict(estimator.aggregation.settings).get("length", 0) is not None:
+        return estimator
+    longest = max(problem.tree.horizon, int(problem.lengths.max()))
+    return replace(estimator, aggregation=estimator.aggregation.change(length=longest))
+
+
+def row(
+    estimator: Estimator,
+    problem: Problem,
+    goal: Objective,
+    group_size: int,
+    engine: str = "auto",
+    seed: int = 0,
+    samples: int | None = None,
+) -> dict[str, Any]:
+    """One estimator's row; figures that have no meaning are None, and `reason` says why."""
+    head = {
+        "estimator": estimator.name,
+        "settings": {key: _word(value) for key, value in estimator.settings.items()},
+        "group_size": group_size,
+    }
+    tail = {
+        "unsupported_mass": float(goal.unsupported_mass),
+        "objective_value": _finite(float(goal.value)),
+        "gradient_norm": _finite(float(goal.gradient.norm())),
+    }
+    chosen: Plan | None = None
+    try:
+        if why := undefined(estimator, problem, group_size):
+            raise Undefined(why)
+        chosen = _choose(estimator, problem, group_size, engine)
+        mean, figures, errors = _measure(
+            estimator, problem, goal, group_size, chosen.engine, seed, samples
+        )
+    except Undefined as problem_:
+        return {
+            **head,
+            "engine": None if chosen is None else chosen.engine,
+            "mean": None,
+            **dict.fromkeys(NAMES),
+            **tail,
+            "standard_error": None,
+            "reason": str(problem_),
+        }
+    endless = [k for k, v in figures.items() if v is not None and not math.isfinite(v)]
+    return {
+        **head,
+        "engine": chosen.engine,
+        "mean": _list(mean),
+        **{name: _finite(value) for name, value in figures.items()},
+        **tail,
+        "standard_error": errors,
+        "why": chosen.reason,
+        **({"reason": f"beyond the range of float64: {', '.join(endless)}"} if endless else {}),
+    }
+
+
+def _choose(estimator: Estimator, problem: Problem, group_size: int, engine: str) -> Plan:
+    """The engine asked for, or the planner's.
+
+    Raises:
+        Undefined: the engine asked for is not valid here, or would take too long.
+    """
+    if engine == "auto":
+        return plan(estimator, problem, group_size)
+    if engine in OPTIONS:
+        refusal, cost = OPTIONS[engine](estimator, problem, group_size)
+        if refusal is None and cost > PATIENCE * BUDGET:
+            refusal = f"would touch {cost:.1e} numbers, more than {PATIENCE * BUDGET:.0e}"
+        if refusal is not None:
+            raise Undefined(f"engine {engine} is not valid: {refusal}")
+    elif engine != "sampling":
+        raise Undefined(f"engine {engine} does not serve {estimator.name}")
+    return Plan(engine=engine, reason="asked for")
+
+
+def _measure(
+    estimator: Estimator,
+    problem: Problem,
+    goal: Objective,
+    group_size: int,
+    engine: str,
+    seed: int,
+    samples: int | None,
+) -> tuple[Tensor, Figures, dict[str, float] | None]:
+    """Mean, figures and standard errors (None where the engine is exact).
+
+    Raises:
+        Undefined: the estimator has no meaning here, or its mean exceeds float64.
+    """
+    try:
+        if engine == "sampling":
+            most = samples or _affordable(estimator, problem, group_size)
+            return _sampled(estimator, problem, goal, group_size, seed, most)
+        moments = exact(estimator, problem, group_size, engine)
+        _check_range(moments.mean, goal)
+        return moments.mean, from_moments(moments, goal, problem.rewards), None
+    except OverflowError:
+        raise Undefined(BEYOND) from None
+
+
+def _check_range(mean: Tensor, goal: Objective) -> None:
+    for tensor in (mean, goal.gradient):
+        if not math.isfinite(float(tensor.square().sum())):
+            raise Undefined(BEYOND)
+
+
+def _affordable(estimator: Estimator, problem: Problem, group_size: int) -> int:
+    """Batches of about ten seconds, by the numbers that one batch touches: the same everywhere."""
+    head = problem.tree.vocab if estimator.centering is not None else 0
+    tokens = group_size * int(problem.lengths.max()) * (1 + head)
+    cells = problem.prompts * (problem.logits[0].numel() + tokens)
+    return max(FIRST_BATCHES, int(SAMPLED_CELLS / cells))
+
+
+def _sampled(
+    estimator: Estimator,
+    problem: Problem,
+    goal: Objective,
+    group_size: int,
+    seed: int,
+    most: int,
+) -> tuple[Tensor, Figures, dict[str, float]]:
+    """Draw more batches until the figures are precise; all estimators see the same draws."""
+    batches = min(FIRST_BATCHES, most)
+    while True:
+        drawn = sample(estimator, problem, group_size, batches=batches, generator=seeded(seed))
+        _check_range(drawn.mean, goal)
+        figures, errors = jackknife(drawn, lambda part: from_sample(part, goal, problem.rewards))
+        lack = _imprecision(figures, errors)
+        if lack <= 1 or batches >= most:
+            return drawn.mean.mean(0), figures, errors
+        batches = min(most, batches * min(16, max(2, math.ceil(1.2 * lack**2))))
+
+
+def _imprecision(figures: Figures, errors: Mapping[str, float]) -> float:
+    """How many times the standard errors of bias and variance exceed what is wanted."""
+    lack = 0.0
+    for name, least in (("relative_bias", RESOLVED), ("variance", 0.0)):
+        figure, error = figures[name], errors.get(name, 0.0)
+        if figure is not None and error > 0:
+            lack = max(lack, error / (PRECISION * max(abs(figure), least, 1e-300)))
+    return lack
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _word(value: Any) -> Any:
+    """A setting as JSON holds it: infinity by its name."""
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def _list(tensor: Tensor) -> list[float] | None:
+    """Numbers in the order of the parameters, or None where one is beyond float64."""
+    flat = tensor.flatten()
+    return flat.tolist() if bool(torch.isfinite(flat).all()) else None

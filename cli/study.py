@@ -1,0 +1,256 @@
+"""`windage study`: exact bias and variance of estimators on a problem."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from windage.cli import specs
+from windage.cli.specs import Number
+from windage.estimators.errors import BadInput, unknown
+from windage.estimators.index import SETTINGS
+from windage.toy.problem_file import Document, Shape, read, refuse_size
+
+ENGINES = ("auto", "tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
+GROUP_SIZE = 4
+STALENESS = (("steps", (0, 1, 2, 4, 8, 16)), ("horizon", (2, 4, 6, 8)))
+MOST_ROWS = 1_000_000
+
+Named = tuple[str, dict[str, Number]]
+
+
+class Request(NamedTuple):
+    """A study that was checked by name and value."""
+
+    problem: Document | Named
+    estimators: tuple[Named, ...]
+    group_size: int
+    behavior: Named | None
+    sweep: dict[str, tuple[Number, ...]]
+    engine: str
+    seed: int
+    samples: int | None
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a study."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _epilog()
+    parser.add_argument("--problem", metavar="NAME|FILE", help="built-in, or a JSON problem file")
+    parser.add_argument(
+        "--estimators",
+        nargs="+",
+        action="extend",
+        metavar="NAME[:key=value,...]",
+        help="default: all",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=_flag("group_size"),
+        metavar="G",
+        help="responses of a prompt; default 4",
+    )
+    parser.add_argument(
+        "--behavior",
+        metavar="KIND:key=value,...",
+        help="who samples, in place of the file's sampler",
+    )
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        action="extend",
+        metavar="KEY=v1,v2,...",
+        help="a setting of estimators, behavior or built-in problem, or group_size; several make a "
+        "grid; swept values take the place of given ones",
+    )
+    parser.add_argument(
+        "--engine", type=_engine, default="auto", metavar="|".join(ENGINES), help="default: auto"
+    )
+    parser.add_argument(
+        "--samples",
+        type=_flag("samples"),
+        metavar="N",
+        help="most batches of a row that no engine computes; default: about ten seconds' worth",
+    )
+
+
+def _epilog() -> str:
+    def listed(title: str, keys: Mapping[str, Iterable[str]]) -> str:
+        width = max(map(len, keys))
+        lines = [f"  {name:{width}}  {', '.join(own)}".rstrip() for name, own in keys.items()]
+        return "\n".join([title, *lines])
+
+    tables = {
+        "problems and their settings (NAME:key=value,...):": specs.PROBLEMS,
+        "behavior policies and their settings:": specs.BEHAVIORS,
+        "estimators and their settings:": SETTINGS,
+    }
+    first = "Without flags: the catalogue on token trees, by lag and by length.\n\n"
+    return first + "\n\n".join(listed(title, keys) for title, keys in tables.items())
+
+
+def _flag(key: str) -> Callable[[str], Number]:
+    """A `type=` that says what is allowed."""
+
+    def parse(text: str) -> Number:
+        try:
+            return specs.value(key, text)
+        except BadInput as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return parse
+
+
+def _engine(text: str) -> str:
+    if text not in ENGINES:
+        raise argparse.ArgumentTypeError(str(unknown("engine", text, ENGINES)))
+    return text
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check every flag and the file, compute, print."""
+    request = check(arguments)
+    from windage.analysis.studies import study
+
+    with _progress() as advance:
+        document = study.run(study.Settings(**request._asdict()), advance)
+    text = json.dumps(document, allow_nan=False)
+    if arguments.out is not None:
+        _write(document, arguments.out)
+    if arguments.json:
+        print(text)
+    else:
+        _show(document)
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> Request:
+    """Turn flags into a request; reads the problem file.
+
+    Raises:
+        BadInput: names the flag or the place in the file, and what is allowed.
+    """
+    words = [arguments.problem, arguments.behavior, arguments.sweep]
+    behavior = ("stale", {}) if arguments.problem is None else None
+    if arguments.behavior is not None:
+        behavior = specs.behavior(arguments.behavior)
+    estimators = tuple(map(specs.estimator, arguments.estimators or SETTINGS))
+    named = specs.built_in(arguments.problem or "token_tree")
+    sweep = _sweep(arguments.sweep or (), estimators, behavior, named)
+    if words == [None, None, None]:
+        sweep = dict(STALENESS)
+    group_size = arguments.group_size or GROUP_SIZE
+    for name, settings in estimators:
+        _check_settings(name, settings, sweep)
+        if arguments.estimators and name not in specs.SINGLE:
+            _check_size(name, (*sweep.get("group_size", (group_size,)),))
+    return Request(
+        problem=_problem(arguments.problem, named, sweep),
+        estimators=estimators,
+        group_size=group_size,
+        behavior=behavior,
+        sweep=sweep,
+        engine=arguments.engine,
+        seed=arguments.seed,
+        samples=arguments.samples,
+    )
+
+
+def _sweep(
+    texts: Iterable[str],
+    estimators: Iterable[Named],
+    behavior: Named | None,
+    problem: Named | None,
+) -> dict[str, tuple[Number, ...]]:
+    """Swept keys and their values; something of the study must have each key."""
+    keys = ["group_size"]
+    keys += [key for name, _ in estimators for key in SETTINGS[name]]
+    keys += specs.BEHAVIORS[behavior[0]] if behavior is not None else ()
+    keys += specs.PROBLEMS[problem[0]] if problem is not None else ()
+    found: dict[str, tuple[Number, ...]] = {}
+    rows = 1
+    for text in texts:
+        key, values = specs.sweep(text, dict.fromkeys(keys))
+        if key in found:
+            raise BadInput(f"--sweep {text!r}: {key} is swept twice; allowed: each key once")
+        found[key] = values
+        rows *= len(values)
+    if rows > MOST_ROWS:
+        raise BadInput(f"--sweep makes {rows:,} points; allowed: at most {MOST_ROWS:,}")
+    return found
+
+
+def _check_settings(name: str, settings: Mapping[str, Number], sweep: Mapping[str, Any]) -> None:
+    own = {key: values for key, values in sweep.items() if key in SETTINGS[name]}
+    for point in product(*own.values()):
+        specs.check_order(name, {**settings, **dict(zip(own, point, strict=True))})
+
+
+def _check_size(name: str, sizes: Iterable[Number]) -> None:
+    if min(sizes) < 2:
+        raise BadInput(
+            f"--group-size: group 0 has size 1; allowed with {name}: groups of at least 2"
+        )
+
+
+def _problem(
+    text: str | None, named: Named | None, sweep: Mapping[str, tuple[Number, ...]]
+) -> Document | Named:
+    """The file, read and checked, or the built-in problem, checked for its size."""
+    if named is None:
+        assert text is not None
+        path = Path(text)
+        if not (path.exists() or path.suffix or len(path.parts) > 1):
+            message = unknown("problem", text, specs.PROBLEMS)
+            raise BadInput(f"{message}, or a JSON file")
+        return read(text)
+    name, settings = named
+    own = {key: values for key, values in sweep.items() if key in specs.PROBLEMS[name]}
+    for point in product(*own.values()):
+        sizes = {**specs.PROBLEMS[name], **settings, **dict(zip(own, point, strict=True))}
+        if "arms" in sizes:
+            refuse_size(Shape(int(sizes["arms"]), None, 1))
+        if "vocab" in sizes:
+            refuse_size(Shape(int(sizes["vocab"]), int(sizes["vocab"]) - 1, int(sizes["horizon"])))
+    return named
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show how many rows are done, on standard error, where a person looks at it."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("rows", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("rows", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _show(document: Mapping[str, Any]) -> None:
+    from rich.console import Console
+
+    from windage.analysis.report import table
+
+    Console(highlight=False).print(table(document))
+
+
+def _write(document: Mapping[str, Any], folder: Path) -> None:
+    from windage.analysis.report import write
+
+    try:
+        files = write(document, folder)
+    except OSError as problem:
+        raise BadInput(
+            f"--out {str(folder)!r}: {problem.strerror}; allowed: a directory with room"
+        ) from None
+    print(f"windage study: {len(files)} files in {folder}", file=sys.stderr)
