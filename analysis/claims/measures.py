@@ -14,11 +14,11 @@ from windage.estimators.advantage import constant, gae
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.correction import Correction
-from windage.estimators.estimator import Estimator
+from windage.estimators.estimator import Estimator, coefficients
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact, plan
-from windage.toy.exact.prefix_tree import Walk, conditional
+from windage.toy.exact.prefix_tree import Walk, conditional, pull_back
 from windage.toy.exact.tuples import Draw, Edit, Responses, every_tuple, listed
 from windage.toy.objective import Objective, objective
 from windage.toy.problems import Problem
@@ -150,6 +150,29 @@ def central_differences(
     unit = torch.eye(at.numel(), dtype=at.dtype).view(-1, *at.shape) * step
     slopes = [float(value(at + u) - value(at - u)) / (2 * step) for u in unit]
     return torch.tensor(slopes, dtype=at.dtype).view_as(at)
+
+
+def on_policy_update(estimator: Estimator, problem: Problem) -> Callable[[Tensor], Tensor]:
+    """Mean update of one response as a function of the logits, for an estimator without a ratio.
+
+    Its coefficients do not depend on the policy, so they are taken once from all the responses.
+    """
+    table = Responses(problem)
+    prompt = torch.arange(problem.prompts)
+    everyone = torch.arange(problem.tree.leaves).view(-1, 1, 1).expand(-1, problem.prompts, 1)
+    found = coefficients(estimator, table.batch(everyone, head=False)).own[:, :, 0].transpose(0, 1)
+    place = table.parameter.expand(problem.prompts, -1, -1).flatten(1)
+    real = table.real.expand_as(found)
+
+    def update(logits: Tensor) -> Tensor:
+        logp = logits.log_softmax(-1)
+        own = logp.flatten(1)[prompt[:, None], place].view_as(found)
+        mass = torch.where(real, own, 0.0).sum(-1, keepdim=True).exp()
+        weighed = torch.where(real, mass * found, 0.0).flatten(1)
+        visits = torch.zeros_like(logits).flatten(1).scatter_add(1, place, weighed)
+        return pull_back(visits.view_as(logits), logp.exp())
+
+    return update
 
 
 def ascend(

@@ -6,6 +6,7 @@ Jacobian: gradients by its logits are projected by `project`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
@@ -105,6 +106,20 @@ def arms(
     paid = torch.tensor(rewards, dtype=torch.float64)
     sampled = None if behavior is None else behavior.unsqueeze(0)
     return one_prompt("ARMS", Tree(len(logits[0]), None, 1), logits, paid, sampled)
+
+
+def length(advantage: float) -> Problem:
+    """LENGTH: whether to stop at each of 40 positions, correct responses first, then failing ones.
+
+    Token 1 stops, with probability 0.2 at positions 1 to 39 and surely at 40.  The "prompts" are
+    correct and failing, each half of the responses and outside the parameters; the reward of a
+    response is its mean advantage given which it is.
+    """
+    shape = Tree(2, 1, 40)
+    z = torch.zeros(2, shape.prefixes, 2, dtype=torch.float64)
+    z[..., 1] = math.log(0.2 / 0.8)
+    z[:, -1] = torch.tensor([-torch.inf, 0.0])
+    return make("LENGTH", shape, z, torch.tensor([[advantage], [-advantage]]).expand(2, 41))
 
 
 def placebo(scale: float = 1.0) -> Problem:
