@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
@@ -300,7 +300,7 @@ def _centered_norm(walk: Walk, weights: Weights) -> Tensor:
 
 
 def response_scale(
-    aggregation: Member, lengths: Float[Tensor, "P M"], group_size: int
+    aggregation: Member, lengths: Int[Tensor, "P M"], group_size: int
 ) -> Float[Tensor, "P M"]:
     """Coefficient of each response under an aggregation that looks at its own length only."""
     sizes, index = lengths.unique(return_inverse=True)
