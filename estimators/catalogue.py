@@ -6,6 +6,7 @@ own-token correction the ratio is current / behavior.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from windage.estimators.admission import staleness_cap, zero_variance
 from windage.estimators.advantage import constant, gae, group_mean, group_std, leave_one_out
 from windage.estimators.aggregation import constant_length, sequence_mean, token_mean, token_sum
 from windage.estimators.centering import exact
-from windage.estimators.claims import claims
+from windage.estimators.claims import DECLARED
 from windage.estimators.correction import (
     Correction,
     band,
@@ -35,17 +36,13 @@ from windage.estimators.penalty import loss_k3, overlong_shaping
 
 TOPR_PAPER = "Le Roux et al., 2025, arXiv:2503.14286"
 CENTERING_PAPER = "Marek and Ryabinin, 2026, arXiv:2609.20807"
-NEUTRAL = ("zero_drift", "shift_invariant")
-ON_POLICY = ("unbiased_on_policy", "parallel_on_policy", "zero_drift_on_policy")
 
 
 def _with(reach: Any, map: Any, **settings: Any) -> tuple[Correction, ...]:
     return (Correction(reach=use(reach), map=use(map, **settings)),)
 
 
-def _tapered(
-    name: str, *held: str, differences: tuple[str, ...] = (), **limits: float
-) -> Estimator:
+def _tapered(name: str, *, differences: tuple[str, ...] = (), **limits: float) -> Estimator:
     return Estimator(
         name=name,
         advantage=use(constant),
@@ -53,11 +50,10 @@ def _tapered(
         aggregation=use(token_sum),
         paper=TOPR_PAPER,
         differences=differences,
-        claims=claims(*held),
     )
 
 
-def _ratio(name: str, reach: Any, paper: str, *held: str, cap: float | None = None) -> Estimator:
+def _ratio(name: str, reach: Any, paper: str, *, cap: float | None = None) -> Estimator:
     map_ = _with(reach, ratio) if cap is None else _with(reach, truncate, cap=cap)
     return Estimator(
         name=name,
@@ -65,17 +61,15 @@ def _ratio(name: str, reach: Any, paper: str, *held: str, cap: float | None = No
         corrections=map_,
         aggregation=use(token_sum),
         paper=paper,
-        claims=claims(*ON_POLICY, "zero_when_equal", *held),
     )
 
 
-ENTRIES = (
+_COMPOSED = (
     Estimator(
         name="reinforce",
         advantage=use(constant),
         aggregation=use(token_sum),
         paper="Williams, 1992",
-        claims=claims(*ON_POLICY, "bounded"),
     ),
     Estimator(
         name="rloo",
@@ -83,7 +77,6 @@ ENTRIES = (
         aggregation=use(token_sum),
         paper="Ahmadian et al., 2024, arXiv:2402.14740",
         differences=("1. No clip and no penalty; verl and TRL add both by default.",),
-        claims=claims(*ON_POLICY, "shift_invariant", "zero_when_equal", "bounded"),
     ),
     Estimator(
         name="group_mean",
@@ -91,13 +84,6 @@ ENTRIES = (
         aggregation=use(token_sum),
         paper="Liu et al., 2025, arXiv:2503.20783",
         differences=("1. Its mean is (G - 1) / G of the gradient; rloo has the factor 1.",),
-        claims=claims(
-            "parallel_on_policy",
-            "zero_drift_on_policy",
-            "shift_invariant",
-            "zero_when_equal",
-            "bounded",
-        ),
     ),
     Estimator(
         name="grpo",
@@ -111,7 +97,6 @@ ENTRIES = (
             "2. The ratio is to the sampler; the paper's is to the policy before the first pass.",
             "3. AReaL calls batch statistics GRPO by default, NeMo a leave-one-out mean with std.",
         ),
-        claims=claims("shift_invariant", "zero_when_equal"),
     ),
     Estimator(
         name="dr_grpo",
@@ -120,9 +105,6 @@ ENTRIES = (
         aggregation=use(constant_length),
         paper="Liu et al., 2025, arXiv:2503.20783",
         differences=("1. Divides by the responses as well as by the length.",),
-        claims=claims(
-            "parallel_on_policy", "zero_drift_on_policy", "shift_invariant", "zero_when_equal"
-        ),
     ),
     Estimator(
         name="dapo",
@@ -136,7 +118,6 @@ ENTRIES = (
             "1. Overlong shaping is off until `length` is given (paper: 20,480 with margin 4,096).",
             "2. Outcomes before shaping decide whether a group varies.",
         ),
-        claims=claims("shift_invariant", "zero_when_equal"),
     ),
     Estimator(
         name="ppo",
@@ -145,28 +126,13 @@ ENTRIES = (
         aggregation=use(token_mean),
         paper="Schulman et al., 2017, arXiv:1707.06347",
         differences=("1. Advantages are not whitened (verl whitens them).",),
-        claims=claims(),
     ),
-    _ratio("trajectory_is", trajectory, "Precup et al., 2000", "unbiased_off_policy", *NEUTRAL),
-    _ratio("token_is", token, "Shao et al., 2024, arXiv:2402.03300", *NEUTRAL),
-    _ratio("prefix_is", prefix, "Precup et al., 2000", *NEUTRAL),
-    _ratio("suffix_is", suffix, "Degris et al., 2012, arXiv:1205.4839", *NEUTRAL),
-    _ratio(
-        "token_tis",
-        token,
-        "Munos et al., 2016, arXiv:1606.02647",
-        "shift_invariant",
-        "bounded",
-        cap=2.0,
-    ),
-    _ratio(
-        "sequence_tis",
-        trajectory,
-        "Ionides, 2008",
-        "shift_invariant",
-        "bounded",
-        cap=2.0,
-    ),
+    _ratio("trajectory_is", trajectory, "Precup et al., 2000"),
+    _ratio("token_is", token, "Shao et al., 2024, arXiv:2402.03300"),
+    _ratio("prefix_is", prefix, "Precup et al., 2000"),
+    _ratio("suffix_is", suffix, "Degris et al., 2012, arXiv:1205.4839"),
+    _ratio("token_tis", token, "Munos et al., 2016, arXiv:1606.02647", cap=2.0),
+    _ratio("sequence_tis", trajectory, "Ionides, 2008", cap=2.0),
     Estimator(
         name="cispo",
         advantage=use(group_std),
@@ -178,7 +144,6 @@ ENTRIES = (
             "1 + eps.",
             "2. The ratio is to the sampler.",
         ),
-        claims=claims("shift_invariant", "zero_when_equal", "bounded"),
     ),
     Estimator(
         name="icepop",
@@ -190,7 +155,6 @@ ENTRIES = (
             "1. The masked ratio is current / sampler; the paper masks the trainer's old policy "
             "against the sampler and multiplies a clipped ratio.",
         ),
-        claims=claims("shift_invariant", "zero_when_equal", "bounded"),
     ),
     Estimator(
         name="gspo",
@@ -199,21 +163,18 @@ ENTRIES = (
         aggregation=use(sequence_mean),
         paper="Zheng et al., 2025, arXiv:2507.18071",
         differences=("1. verl 0.9.1 aggregates as its config says; the paper's 1/T is kept here.",),
-        claims=claims("shift_invariant", "zero_when_equal"),
     ),
     _tapered(
         "topr",
-        *ON_POLICY,
-        "bounded",
         differences=(
             "1. sum / N; the paper divides the loss by the length (aggregation `sequence_mean`).",
             "2. The ratio is the product over the response; verl's PR and Trinity use others.",
             "3. The sign of reward minus baseline decides the class; ROLL uses the score alone.",
         ),
     ),
-    _tapered("positives_only", "zero_drift_on_policy", "bounded", b_neg=0.0),
-    _tapered("naive", *ON_POLICY, "bounded", a_neg=1.0),
-    _tapered("tis_both_signs", *ON_POLICY, "bounded", a_pos=0.0),
+    _tapered("positives_only", b_neg=0.0),
+    _tapered("naive", a_neg=1.0),
+    _tapered("tis_both_signs", a_pos=0.0),
     Estimator(
         name="centered",
         advantage=use(group_mean),
@@ -221,9 +182,6 @@ ENTRIES = (
         aggregation=use(token_sum),
         centering=use(exact),
         paper=CENTERING_PAPER,
-        claims=claims(
-            "parallel_on_policy", "zero_drift_on_policy", *NEUTRAL, "zero_when_equal", "bounded"
-        ),
     ),
     Estimator(
         name="centered_tis",
@@ -232,9 +190,6 @@ ENTRIES = (
         aggregation=use(token_sum),
         centering=use(exact),
         paper=CENTERING_PAPER,
-        claims=claims(
-            "parallel_on_policy", "zero_drift_on_policy", *NEUTRAL, "zero_when_equal", "bounded"
-        ),
     ),
     Estimator(
         name="centered_mask",
@@ -243,9 +198,6 @@ ENTRIES = (
         aggregation=use(token_sum),
         centering=use(exact),
         paper=CENTERING_PAPER,
-        claims=claims(
-            "parallel_on_policy", "zero_drift_on_policy", *NEUTRAL, "zero_when_equal", "bounded"
-        ),
     ),
     Estimator(
         name="starting_point",
@@ -255,12 +207,12 @@ ENTRIES = (
         admission=(use(staleness_cap),),
         centering=use(exact),
         paper="the recipe recommended by seed 002; arXiv:2503.20783, 2506.13585, 2609.20807",
-        claims=claims(
-            "parallel_on_policy", "zero_drift_on_policy", *NEUTRAL, "zero_when_equal", "bounded"
-        ),
     ),
 )
 
+ENTRIES: tuple[Estimator, ...] = tuple(
+    replace(entry, claims=DECLARED[entry.name]) for entry in _COMPOSED
+)
 CATALOGUE = MappingProxyType({entry.name: entry for entry in ENTRIES})
 
 
