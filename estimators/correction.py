@@ -350,6 +350,46 @@ def taper(
     )
 
 
+def tapered(
+    effective: Float[Tensor, "*shape"],
+    advantages: Float[Tensor, "*#shape"],
+    *,
+    a_pos: float = 1.0,
+    b_pos: float = 1.0,
+    a_neg: float = 0.0,
+    b_neg: float = 1.0,
+) -> Float[Tensor, "*shape"]:
+    """The function of the ratio of which `taper` is the derivative by its logarithm.
+
+        rho = a (1 + e - log a)   where exp(e) < a
+              exp(e)              where a <= exp(e) <= b
+              b (1 + e - log b)   where exp(e) > b
+
+    with a and b as in `taper`; 0 where a = b = 0.  TOPR's objective is the sum of mu A rho.
+
+    Claims:
+        Concave in the ratio, at most the ratio, and equal to it exactly on [a, b].
+
+    Args:
+        effective: log-ratio of the whole response.
+        a_pos, b_pos, a_neg, b_neg: absolute ratios.
+
+    Raises:
+        ValueError: a limit below 0, or a above b.
+
+    Example:
+        >>> tapered(torch.tensor([-2.0, -2.0, 1.0]), torch.tensor([1.0, -1.0, -1.0]))
+        tensor([-1.0000,  0.1353,  2.0000])
+
+    References:
+        Le Roux et al., 2025, arXiv:2503.14286.
+    """
+    weight = taper(effective, advantages, a_pos=a_pos, b_pos=b_pos, a_neg=a_neg, b_neg=b_neg)
+    ratio_ = effective.exp()
+    beyond = weight * (1 + effective - torch.where(weight > 0, weight, 1.0).log())
+    return torch.where(weight == ratio_, ratio_, torch.where(weight > 0, beyond, 0.0))
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Correction:
