@@ -1,0 +1,354 @@
+"""Claims about coefficients: weight, zero-gradient region, share, bound, siblings, penalties.
+
+What is declared in words is computed here in plain Python, token by token, and compared with what
+the stages give; a coefficient is A * weight * share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windage.analysis.audit.logged import (
+    LENGTH,
+    Logged,
+    Subject,
+    gap,
+    random_rows,
+    run,
+)
+from windage.analysis.audit.moments import factor, sized
+from windage.analysis.audit.rows import Finding, worst
+from windage.estimators.batch import Batch
+from windage.estimators.catalogue import get
+from windage.estimators.claims import CLIPPED, Claim
+from windage.estimators.estimator import Coefficients
+
+Settings = Mapping[str, Any]
+BESIDE = 1e-9
+LARGE, LARGER = 30.0, 600.0
+
+
+def _limits(sign: float, s: Settings) -> tuple[float, float]:
+    return (s["a_pos"], s["b_pos"]) if sign >= 0 else (s["a_neg"], s["b_neg"])
+
+
+RULES: Mapping[str, Callable[[float, float, Settings], float]] = {
+    "1": lambda ratio, sign, s: 1.0,
+    "ratio": lambda ratio, sign, s: ratio,
+    "ratio, at most cap": lambda ratio, sign, s: min(ratio, s["cap"]),
+    "ratio inside [low, high], else 0": (
+        lambda ratio, sign, s: ratio if s["low"] <= ratio <= s["high"] else 0.0
+    ),
+    "ratio, 0 beyond the clip": (
+        lambda ratio, sign, s: 0.0 if _beyond_clip(ratio, sign, s) else ratio
+    ),
+    "ratio between a and b of the sign of A": (
+        lambda ratio, sign, s: min(max(ratio, _limits(sign, s)[0]), _limits(sign, s)[1])
+    ),
+}
+REACHES: Mapping[str, Callable[[Sequence[float], int], float]] = {
+    "own token": lambda x, t: x[t],
+    "tokens up to it": lambda x, t: sum(x[: t + 1]),
+    "tokens from it": lambda x, t: sum(x[t:]),
+    "response": lambda x, t: sum(x),
+    "response, geometric": lambda x, t: sum(x) / len(x),
+}
+ZERO: Mapping[str, Callable[[float, float, Settings], bool]] = {
+    "nowhere": lambda ratio, sign, s: False,
+    CLIPPED: lambda ratio, sign, s: _beyond_clip(ratio, sign, s),
+    "ratio < low or ratio > high": lambda ratio, sign, s: not s["low"] <= ratio <= s["high"],
+    "A < 0": lambda ratio, sign, s: sign < 0,
+}
+SHARES: Mapping[str, Callable[[int, int, int, float], float]] = {
+    "1 / N": lambda responses, tokens, total, length: 1 / responses,
+    "1 / (N T)": lambda responses, tokens, total, length: 1 / (responses * tokens),
+    "1 / (N L)": lambda responses, tokens, total, length: 1 / (responses * length),
+    "1 / tokens of the batch": lambda responses, tokens, total, length: 1 / total,
+}
+
+
+def _beyond_clip(ratio: float, sign: float, s: Settings) -> bool:
+    return ratio > 1 + s["clip_high"] if sign > 0 else sign < 0 and ratio < 1 - s["clip_low"]
+
+
+def _ragged(subject: Subject, rows: Logged) -> tuple[Coefficients, list[dict[str, Any]]]:
+    """Each row's coefficients, log-ratios and advantages at its trainable tokens."""
+    batch = rows.batch(subject)
+    found = subject.whole(subject.ready, batch)
+    fields = {
+        "own": found.own,
+        "advantage": found.terms.advantages.expand_as(found.own),
+        "ratio": batch.logp - batch.get("behavior_logp"),
+        "share": found.terms.scale.unsqueeze(-1).expand_as(found.own),
+        "weight": found.weights,
+    }
+    mask = batch.to_rows(batch.mask)
+    columns = {name: batch.to_rows(value) for name, value in fields.items()}
+    return found, [
+        {name: column[i][mask[i]].tolist() for name, column in columns.items()}
+        for i in range(len(mask))
+    ]
+
+
+def weight(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Coefficient over advantage and share against the declared rule of the declared ratio."""
+    assert claim.value is not None
+    rule, _, reach = claim.value.partition("; ")
+    settings = subject.estimator.settings
+    worst_gap, place = 0.0, ""
+    for spread in (0.2, 1.0, 3.0):
+        _, rows = _ragged(subject, _spread(random_rows(seed), spread))
+        for i, row in enumerate(rows):
+            for t, own in enumerate(row["own"]):
+                step = row["advantage"][t] * row["share"][t]
+                ratio = math.exp(REACHES[reach or "own token"](row["ratio"], t))
+                want = RULES[rule](ratio, step, settings)
+                size = abs(own / step - want) / max(1.0, want)
+                if not size <= worst_gap:
+                    worst_gap = size
+                    place = (
+                        f", row {i}, token {t}: ratio {ratio:.4g}, "
+                        f"{own / step:.6g} instead of {want:.6g}"
+                    )
+    return Finding(size=worst_gap, witness=f"random rows (seed {seed}){place}")
+
+
+def _spread(rows: Logged, times: float) -> Logged:
+    """The same rows with log-ratios made larger or smaller."""
+    columns = dict(rows.columns)
+    columns["behavior_logp"] = [
+        [p - times * (p - q) for p, q in zip(a, b, strict=True)]
+        for a, b in zip(columns["logp"], columns["behavior_logp"], strict=True)
+    ]
+    return replace(rows, columns=columns)
+
+
+def share(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Coefficient over advantage and weight against the declared share, with an empty row."""
+    assert claim.value is not None
+    rows = random_rows(seed)
+    rows = replace(rows, mask=[[0] * len(m) if i == 1 else m for i, m in enumerate(rows.mask)])
+    gone = next(i for i, g in enumerate(rows.groups) if g == 0 and i != 1)
+    rows = replace(rows, rewards=[None if i == gone else r for i, r in enumerate(rows.rewards)])
+    _, found = _ragged(subject, rows)
+    present = [i for i, r in enumerate(rows.rewards) if r is not None]
+    tokens = {i: sum(rows.mask[i]) for i in present}
+    size = 0.0
+    length = float(subject.ready.settings.get("length") or LENGTH)
+    for i in present:
+        for t, own in enumerate(found[i]["own"]):
+            step = found[i]["advantage"][t] * found[i]["weight"][t]
+            if step == 0:
+                continue
+            want = SHARES[claim.value](len(present), tokens[i], sum(tokens.values()), length)
+            size = max(size, abs(own / step - want) / want)
+    return Finding(size=size, witness=f"random rows (seed {seed}), one empty and one absent")
+
+
+def _grid(subject: Subject, log_ratios: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficient over advantage of one-token responses, for A > 0 and for A < 0."""
+    m = len(log_ratios)
+    shape = (m, 1, 2, 1)
+    logp = torch.full(shape, -1.0, dtype=torch.float64)
+    zeros = torch.zeros_like(logp)
+    batch = Batch(
+        rewards=torch.tensor([[1.0, -1.0]], dtype=torch.float64).expand(m, 1, 2),
+        mask=torch.ones(shape, dtype=torch.bool),
+        logp=logp,
+        behavior_logp=logp - log_ratios.view(m, 1, 1, 1),
+        values=zeros,
+        versions=torch.zeros(shape, dtype=torch.long),
+        current_version=0,
+        head_logp=zeros.unsqueeze(-1),
+        head_behavior_logp=zeros.unsqueeze(-1),
+    )
+    found = subject.whole(subject.ready, batch)
+    return found.own[:, 0, 0, 0], found.own[:, 0, 1, 0]
+
+
+def _edges(settings: Settings) -> list[float]:
+    """Ratios at which some declared rule changes."""
+    names = {"clip_high": lambda v: 1 + v, "clip_low": lambda v: 1 - v}
+    edges = [names[k](settings[k]) for k in names if k in settings]
+    edges += [settings[k] for k in ("low", "high", "cap") if k in settings]
+    return [e for e in edges if e > 0]
+
+
+def zero_region(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Scan ratios of both signs, and both sides of every bound: zero exactly where declared."""
+    assert claim.value is not None
+    settings = subject.estimator.settings
+    beside = [math.log(e) + d for e in _edges(settings) for d in (-BESIDE, BESIDE)]
+    grid = torch.cat([torch.linspace(-6, 6, 481), torch.tensor(beside)]).double().sort().values
+    wrong, seen = [], []
+    for sign, own in zip((1.0, -1.0), _grid(subject, grid), strict=True):
+        zero = (own == 0).tolist()
+        ratios = grid.exp().tolist()
+        want = [ZERO[claim.value](r, sign, settings) for r in ratios]
+        wrong += [(sign, r) for r, a, b in zip(ratios, zero, want, strict=True) if a != b]
+        seen.append(f"A {'>' if sign > 0 else '<'} 0: {_intervals(ratios, zero)}")
+    witness = f"one token, {len(grid)} ratios of each sign"
+    if wrong:
+        sign, ratio = wrong[0]
+        witness = f"one token, A {'>' if sign > 0 else '<'} 0, ratio {ratio:.9g}"
+    return Finding(size=float(len(wrong)), witness=witness, found="zero where " + "; ".join(seen))
+
+
+def _intervals(ratios: list[float], zero: list[bool]) -> str:
+    """Runs of zeros, as intervals of the ratio."""
+    runs: list[list[float]] = []
+    for k, here in enumerate(zero):
+        if here and k and zero[k - 1]:
+            runs[-1][1] = ratios[k]
+        elif here:
+            runs.append([ratios[k], ratios[k]])
+    if not runs:
+        return "never"
+    words = []
+    for low, high in runs:
+        left = "" if low == ratios[0] else f"from {low:.4g}"
+        right = "" if high == ratios[-1] else f"to {high:.4g}"
+        words.append(" ".join(w for w in (left, right) if w) or "always")
+    return ", ".join(words)
+
+
+def bounded(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Growth of the largest coefficient between ratios of e^30 and of e^600, on both signs."""
+    grid = torch.tensor([-LARGER, -LARGE, LARGE, LARGER], dtype=torch.float64)
+    sizes = [own.abs() for own in _grid(subject, grid)]
+    growth = max(float(s.max() / s[1:3].max().clamp(min=1e-300)) for s in sizes)
+    size = math.inf if math.isnan(growth) else max(0.0, growth - 1)
+    return Finding(size=size, witness="one token, ratios e^±30 and e^±600")
+
+
+def zero_when_equal(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Groups whose rewards are all 0.1, all 0.7, all 1/3: every coefficient exactly 0."""
+    rows = random_rows(seed)
+    rewards: list[float | None] = [(0.1, 0.7, 1 / 3)[g] for g in rows.groups]
+    found = run(subject, replace(rows, rewards=rewards)).abs().max()
+    size = float(found)
+    if claim.holds and size > 0:
+        size = math.inf  # a residue of any size is noise that a small eps makes large
+    return Finding(size=size, witness="rewards all 0.1, all 0.7 and all 1/3 in groups of 4, 3, 4")
+
+
+def unit_variance(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Mean and standard deviation (ddof of the settings) of each group's advantages."""
+    rows = random_rows(seed)
+    batch = rows.batch(subject)
+    found = subject.whole(subject.ready, batch).terms.advantages[..., 0]
+    present = batch.get("present")
+    count = present.sum(-1)
+    ddof = int(subject.estimator.settings.get("ddof", 1))
+    mean = torch.where(present, found, 0.0).sum(-1) / count
+    square = torch.where(present, (found - mean.unsqueeze(-1)).square(), 0.0).sum(-1)
+    std = (square / (count - ddof)).sqrt()
+    eps = float(subject.estimator.settings.get("eps", 0.0))
+    raw = batch.rewards
+    center = torch.where(present, raw, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
+    spread = (torch.where(present, raw - center, 0.0).square().sum(-1) / (count - ddof)).sqrt()
+    size = max(float(mean.abs().max()), float((std * (1 + eps / spread) - 1).abs().max()))
+    return Finding(size=size, witness=f"random rows (seed {seed}), corrected for eps")
+
+
+def _sibling(subject: Subject, claim: Claim, rows: Logged, words: str) -> Finding:
+    """Own coefficients of an estimator and of the declared multiple of a sibling."""
+    assert claim.of is not None and claim.value is not None
+    sibling = replace(subject, estimator=sized(get(claim.of), LENGTH))
+    length = float(dict(subject.ready.aggregation.settings).get("length") or LENGTH)
+    sizes = []
+    for size in sorted(set(rows.groups)):
+        group = rows.pick([i for i, g in enumerate(rows.groups) if g == size])
+        times = factor(claim.value, len(group.groups), length)
+        other = times * run(sibling, group)
+        sizes.append(gap(run(subject, group), other))
+    return Finding(size=max(sizes), witness=words)
+
+
+def proportional_to(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Sample by sample a multiple of a sibling, whatever the ratio."""
+    rows = replace(random_rows(seed), group_size=None)
+    return _sibling(subject, claim, rows, f"random rows (seed {seed}), group by group")
+
+
+def on_policy_as(subject: Subject, claim: Claim, seed: int) -> Finding:
+    """Sample by sample a multiple of a sibling where sampler and policy agree."""
+    rows = replace(random_rows(seed), group_size=None)
+    rows = replace(rows, columns={**rows.columns, "behavior_logp": rows.columns["logp"]})
+    return _sibling(subject, claim, rows, f"random on-policy rows (seed {seed}), group by group")
+
+
+DECIDED: Mapping[str, Callable[[Subject, Claim, int], Finding]] = {
+    function.__name__: function
+    for function in (
+        weight,
+        zero_region,
+        share,
+        bounded,
+        zero_when_equal,
+        unit_variance,
+        proportional_to,
+        on_policy_as,
+    )
+}
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Gradient of KL(p, q) by the logits of p."""
+    x = (p / q).log()
+    return p * (x - (p * x).sum())
+
+
+PULLS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "loss_k1": ("0", lambda pi, ref: torch.zeros_like(pi)),
+    "loss_k2": ("-grad KL(pi, ref)", lambda pi, ref: -_divergence(pi, ref)),
+    "loss_k3": ("-grad KL(ref, pi)", lambda pi, ref: ref - pi),
+    "loss_k3_weighted": ("-grad KL(pi, ref)", lambda pi, ref: -_divergence(pi, ref)),
+    "reward_k1": ("-grad KL(pi, ref)", lambda pi, ref: -_divergence(pi, ref)),
+    "reward_k3": (
+        "grad KL(ref, pi) - grad KL(pi, ref)",
+        lambda pi, ref: (pi - ref) - _divergence(pi, ref),
+    ),
+    "entropy": ("grad H(pi)", lambda pi, ref: -_divergence(pi, torch.ones_like(pi))),
+}
+
+
+def penalty(subject: Subject, seed: int) -> Finding | None:
+    """Mean over one on-policy step of what each penalty adds, against the gradient of its name."""
+    found = []
+    for member in subject.estimator.penalties:
+        if member.name in PULLS:
+            alone = replace(
+                subject.ready, penalties=(member.change(coefficient=1.0),), admission=()
+            )
+            words, pull = PULLS[member.name]
+            size = _pull_gap(replace(subject, estimator=alone), pull, seed)
+            found.append(Finding(size=size, witness="one step, five arms", found=words))
+    return worst(found) if found else None
+
+
+def _pull_gap(subject: Subject, pull: Callable[[Tensor, Tensor], Tensor], seed: int) -> float:
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn((2, 5), generator=generator, dtype=torch.float64).log_softmax(-1)
+    logp, reference = table[0].view(1, 5, 1), table[1].view(1, 5, 1)
+    batch = Batch(
+        rewards=torch.linspace(-1, 1, 5, dtype=torch.float64).view(1, 5),
+        mask=torch.ones(1, 5, 1, dtype=torch.bool),
+        logp=logp,
+        behavior_logp=logp,
+        reference_logp=reference,
+        values=torch.zeros_like(logp),
+    )
+    bare = replace(subject.ready, penalties=())
+    scale = subject.whole(bare, batch).terms.scale[0]
+    both = subject.whole(subject.ready, batch).own - subject.whole(bare, batch).own
+    added = both[0, :, 0] / scale
+    pi, ref = table[0].exp(), table[1].exp()
+    mean = pi * added - pi * (pi * added).sum()
+    return float((mean - pull(pi, ref)).abs().max())
