@@ -19,6 +19,7 @@ from windage.analysis.claims.measures import (
     judge,
     mean_reward,
     moments,
+    recorded,
     relative,
     score_norms,
     scores,
@@ -251,14 +252,8 @@ def b_06() -> Outcome:
 
 def _penalized(problem: Problem, reference: Tensor, coefficient: float) -> Tensor:
     """Mean update with k1 in the reward against a reference."""
-    table = Responses(replace(problem, behavior_logp=reference))
-
-    def referred(batch: Batch, index: Tensor) -> Batch:
-        prompt = torch.arange(index.shape[1])[:, None]
-        return replace(batch, reference_logp=table.behavior_logp[prompt, index])
-
     estimator = replace(REINFORCE, penalties=(use(reward_k1, coefficient=coefficient),))
-    return edited(estimator, problem, referred).mean
+    return edited(estimator, problem, recorded(problem, reference, "reference_logp")).mean
 
 
 def _dropping(length: int) -> tuple[Estimator, Edit]:

@@ -121,6 +121,17 @@ def valued(problem: Problem, values: Tensor) -> Edit:
     return edit
 
 
+def recorded(problem: Problem, logp: Tensor, field: str = "behavior_logp") -> Edit:
+    """Write other log-probabilities, `[N V]` or `[P N V]`, into a field of each batch."""
+    table = Responses(replace(problem, behavior_logp=logp.expand_as(problem.logits)))
+
+    def edit(batch: Batch, index: Tensor) -> Batch:
+        prompt = torch.arange(index.shape[1])[:, None]
+        return replace(batch, **{field: table.behavior_logp[prompt, index]})  # type: ignore[arg-type]
+
+    return edit
+
+
 def prefix_values(problem: Problem) -> Tensor:
     """Expected reward after each prefix under the policy, `[N]`, of a problem of one prompt."""
     return conditional(Walk(problem.on_policy()), problem.rewards.unsqueeze(0))[1][0, 0]
@@ -136,6 +147,20 @@ def scores(problem: Problem) -> Tensor:
 def score_norms(problem: Problem) -> Tensor:
     """Squared length of each response's summed score, `[M]`."""
     return scores(problem).square().sum((1, 2, 3))
+
+
+def divergence(problem: Problem, of: Tensor | None = None, to: Tensor | None = None) -> float:
+    """KL(of, to) of whole responses, from log-probabilities at prefixes.
+
+    Args:
+        problem: of one prompt.
+        of: default: the sampler's.
+        to: default: the policy's.
+    """
+    pair = (problem.behavior_logp if of is None else of, problem.logp if to is None else to)
+    tables = (replace(problem, behavior_logp=logp.expand_as(problem.logits)) for logp in pair)
+    p, q = (Walk(table).leaf_flow for table in tables)
+    return float((torch.xlogy(p, p) - torch.xlogy(p, q)).sum())
 
 
 def mean_reward(problem: Problem) -> float:

@@ -216,6 +216,66 @@ def one_offset(*success: float) -> Shared:
     return Shared(problem=problem, jacobian=jacobian)
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cache:
+    """CACHE: weights that change after the second token of a response.
+
+    Args:
+        shared: the new model, sampled with the old cache kept; 15 shared parameters.
+        old, new: log-probabilities of the two versions at each prefix.
+        recomputed: old for tokens 1 and 2, then new with its own cache.
+    """
+
+    shared: Shared
+    old: Tensor
+    new: Tensor
+    recomputed: Tensor
+
+
+def _recurrent(model: Sequence[Tensor], remembered: Sequence[Tensor]) -> list[Tensor]:
+    """Logits U h + c of the prefixes of each length, h the sum of what was remembered."""
+    _, output, bias = model
+    state, levels = torch.zeros(1, 2, dtype=torch.float64), []
+    for embedding in remembered:
+        levels.append(state @ output.T + bias)
+        state = (state.unsqueeze(1) + embedding).flatten(0, 1)
+    return levels
+
+
+def cache() -> Cache:
+    """CACHE with its three imagined samplers beside the true one."""
+    i, j = count(3).unsqueeze(1), count(2)
+    old = (torch.sin(1 + 2 * i + 5 * j), torch.cos(2 + 3 * i + j), 0.3 * torch.sin(count(3)))
+    new = (
+        old[0] + 0.5 * torch.cos(3 + i + 2 * j),
+        old[1] + 0.3 * torch.sin(1 + 2 * i + j),
+        old[2] + 0.1,
+    )
+    before, after = _recurrent(old, [old[0]] * 4), _recurrent(new, [new[0]] * 4)
+    kept = _recurrent(new, [old[0], old[0], new[0], new[0]])
+
+    def logits(flat: Tensor) -> Tensor:
+        embedding, output, bias = flat[:6].view(3, 2), flat[6:12].view(3, 2), flat[12:]
+        return torch.cat(_recurrent((embedding, output, bias), [embedding] * 4))
+
+    parameters = torch.cat([part.flatten() for part in new])
+    jacobian = torch.autograd.functional.jacobian(logits, parameters)
+    problem = one_prompt(
+        "CACHE",
+        Tree(3, None, 4),
+        torch.cat(after),
+        ramp(81, 5, 2),
+        torch.cat(before[:2] + kept[2:]),
+    )
+    return Cache(
+        shared=Shared(problem=problem, jacobian=jacobian.unsqueeze(0)),
+        old=torch.cat(before).log_softmax(-1),
+        new=torch.cat(after).log_softmax(-1),
+        recomputed=torch.cat(before[:2] + after[2:]).log_softmax(-1),
+    )
+
+
 def response_mass(problem: Problem) -> tuple[Tensor, Tensor]:
     """Probability of each response under policy and sampler, `[P M]` each."""
     walk = Walk(problem)
