@@ -17,11 +17,10 @@ import torch
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from windage.estimators.batch import Batch
 from windage.estimators.estimator import Estimator
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact, plan
-from windage.toy.exact.tuples import Responses, every_tuple
+from windage.toy.exact.tuples import Edit, Responses, every_tuple, listed
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
 
@@ -125,35 +124,21 @@ def refused(*words: str, error: type[Exception] = ValueError) -> Iterator[None]:
         assert word in message, f"{word!r} is not in {message!r}"
 
 
-Enrich = Callable[[Batch, Responses, Tensor], Batch]
-
-
 def enumerated_mean(
-    estimator: Estimator, problem: Problem, group_size: int = 1, enrich: Enrich | None = None
+    estimator: Estimator, problem: Problem, group_size: int = 1, edit: Edit | None = None
 ) -> Tensor:
     """Mean of the estimate over every tuple of responses, with fields that a problem has not.
 
     Args:
-        enrich: adds fields to a batch, given the table of responses and their numbers.
+        edit: adds fields to a batch, given the numbers of its responses.
     """
-    table = Responses(problem)
-    total = torch.zeros_like(problem.logits)
-    for index, probability in every_tuple(problem, group_size):
-        batch = table.batch(index, head=estimator.centering is not None)
-        if enrich is not None:
-            batch = enrich(batch, table, index)
-        gradient = table.gradients(index, estimator, batch)
-        total = total + torch.einsum("m,mpnv->pnv", probability, gradient)
-    return total
+    return listed(estimator, problem, every_tuple(problem, group_size), edit=edit).mean
 
 
-def with_values(values: Tensor) -> Enrich:
-    """Give each token the value of its prefix, one a prefix."""
-
-    def enrich(batch: Batch, table: Responses, index: Tensor) -> Batch:
-        return replace(batch, values=values[table.prefix.clamp(min=0)][index])
-
-    return enrich
+def with_values(problem: Problem, values: Tensor) -> Edit:
+    """Give each token the critic's value of its prefix, one a prefix."""
+    prefix = Responses(problem).prefix.clamp(min=0)
+    return lambda batch, index: replace(batch, values=values[prefix][index])
 
 
 class Brute:

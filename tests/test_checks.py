@@ -142,7 +142,7 @@ def test_enumerated_mean_agrees_with_the_engines_and_feels_the_values():
     plain = replace(get("ppo", lam=0.0), aggregation=get("rloo").aggregation)
     prefixes = problem.tree.prefixes
     found = [
-        enumerated_mean(plain, problem, 1, with_values(v * torch.ones(prefixes).double()))
+        enumerated_mean(plain, problem, 1, with_values(problem, v * torch.ones(prefixes).double()))
         for v in (0.0, 1.0)
     ]
     assert_apart(*found)
