@@ -32,3 +32,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--no-shapes"):
         install_import_hook(["windage.estimators", "windage.toy"], CHECKER)
+        # The checker looks at one item of a sequence, chosen by `random`, also inside strategies.
+        config.addinivalue_line("filterwarnings", "ignore:Do not use the `random` module")
