@@ -1,0 +1,210 @@
+"""How any other study looks: a table of rows, and bias against noise or against the sweep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from windage.analysis import plots
+from windage.analysis.plots import FAMILIES, Figure, Later, family
+from windage.analysis.report import Page, Section
+from windage.analysis.studies import staleness_page
+from windage.analysis.tables import Column, Table, reasons, text
+from windage.analysis.terminal import Rendered
+
+Document = Mapping[str, Any]
+FIGURES = {
+    "scale": ("scale", 5),
+    "cosine": ("cosine", 4),
+    "relative_bias": ("bias", 3),
+    "relative_bias_rescaled": ("bias\nrescaled", 8),
+    "variance": ("variance", 2),
+    "variance_rescaled": ("variance\nrescaled", 7),
+    "drift": ("drift", 1),
+    "unsupported_mass": ("mass never\ndrawn", 0),
+}
+FORMULA = """\
+scale    = <E g, grad J> / <grad J, grad J>       cosine = <E g, grad J> / (|E g| |grad J|)
+bias     = |E g - grad J| / |grad J|              variance = trace of Cov g
+rescaled = the same for g / scale                 drift = |E g| with advantage 1"""
+MEANING = (
+    "Scale is harmless (a step size makes up for it); rescaled bias is what no number of responses "
+    "takes away; rescaled variance falls as one over the number of batches."
+)
+
+
+def title(document: Document) -> str:
+    """The problem and the sampler, in a line."""
+    behavior = dict(document.get("behavior") or {})
+    kind = behavior.pop("kind", "policy")
+    words = {"policy": "sampled from the policy itself", "file": "sampled as the file says"}
+    settings = f" ({text(behavior)})" if behavior else ""
+    return f"{document['problem']['name']}, {words.get(kind, f'sampled {kind}{settings}')}"
+
+
+def how(document: Document) -> str:
+    """Engine and problem, for captions."""
+    problem, goal = document["problem"], document["objective"]
+    engines = sorted({row["engine"] for row in document["rows"] if row["engine"]})
+    return (
+        f"{problem['prompts']} prompts, {problem['responses']} responses, {problem['parameters']} "
+        f"parameters; J = {text(goal['value'])}, |grad J| = {text(goal['gradient_norm'])}; "
+        f"engines: {', '.join(engines) or 'none'}"
+        + ("; ± is one standard error of sampling." if "sampling" in engines else "; exact.")
+    )
+
+
+def swept(document: Document) -> list[str]:
+    """Keys of the sweep, slowest first."""
+    return list(document.get("sweep") or {})
+
+
+def rows_table(document: Document) -> Table:
+    """Every row; figures that were sampled carry their standard error."""
+    given = _given(document["rows"])
+    shown = []
+    for row in document["rows"]:
+        errors = row["standard_error"] or {}
+        cells = {key: _cell(row[key], errors.get(key)) for key in FIGURES}
+        names = {key: row[key] for key in swept(document)}
+        shown.append(
+            {**names, **cells, "estimator": row["estimator"] + given(row), "engine": row["engine"]}
+        )
+    columns = [Column(key="estimator", label="estimator", keep=99)]
+    columns += [Column(key=k, label=k.replace("_", " "), keep=90) for k in swept(document)]
+    columns += [Column(key=k, label=label, keep=keep) for k, (label, keep) in FIGURES.items()]
+    columns.append(Column(key="engine", label="engine", keep=6))
+    empty = any(row[key] is None for row in document["rows"] for key in FIGURES)
+    unsaid = empty and any(
+        row[key] is None and not row.get("reason") for row in document["rows"] for key in FIGURES
+    )
+    notes = reasons(document["rows"], "estimator")
+    if unsaid:
+        notes.append("– where nothing is written: a quotient by a gradient of length 0")
+    return Table(columns=columns, rows=shown, caption=how(document), notes=notes)
+
+
+def _cell(value: Any, error: float | None) -> Any:
+    return f"{text(value)} ± {text(error)}" if value is not None and error is not None else value
+
+
+def _given(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """What tells apart rows of one estimator with different settings that no sweep names."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        known = kinds.setdefault(row["estimator"], [])
+        if row["settings"] not in known:
+            known.append(row["settings"])
+
+    def words(row: Mapping[str, Any]) -> str:
+        known = kinds[row["estimator"]]
+        varied = [k for k in row["settings"] if any(s[k] != row["settings"][k] for s in known)]
+        varied = [key for key in varied if row.get(key) != row["settings"][key]]
+        return (
+            f":{text({k: row['settings'][k] for k in varied}).replace(' ', ',')}" if varied else ""
+        )
+
+    return words
+
+
+def tradeoff(document: Document) -> Figure | None:
+    """Bias against noise of one batch, where there is no sweep; None where no row has both."""
+    goal = document["objective"]["gradient_norm"]
+    points = [
+        (
+            r["relative_bias_rescaled"],
+            math.sqrt(max(0.0, r["variance_rescaled"])) / goal,
+            r["estimator"],
+        )
+        for r in document["rows"]
+        if r["variance_rescaled"] is not None and (r["scale"] or 0) > 0
+    ]
+    if not points:
+        return None
+    limit = 1.12 * max(max(bias, noise) for bias, noise, _ in points)
+
+    def paint(figure: Any) -> list[Later]:
+        plots.key(figure, {family(name) for _, _, name in points})
+        axes = figure.subplots()
+        axes.set_xlabel("bias / gradient, rescaled")
+        axes.set_ylabel("noise / gradient of one batch, rescaled")
+        names = [name for _, _, name in points]
+        return [plots.bias_against_noise(axes, points, named=names, limit=limit)]
+
+    return plots.draw(
+        "study_tradeoff",
+        paint,
+        size=(7.5, 6),
+        caption="After dividing by scale; axes by square root. Curves join equal progress, "
+        f"1 / (1 + bias² + noise²); the dashed line joins what nothing beats in both. {how(document)}",
+        alt=f"Bias against noise of {len(points)} estimators.",
+    )
+
+
+def sweep_figure(document: Document, key: str) -> Figure | None:
+    """Bias and variance against the last key of a sweep, one line an estimator."""
+    values = document["sweep"][key]
+    others = [k for k in swept(document) if k != key]
+    given = _given(document["rows"])
+    series: dict[str, dict[Any, Mapping[str, Any]]] = {}
+    for row in document["rows"]:
+        place = "".join(f", {k} {text(row[k])}" for k in others)
+        series.setdefault(row["estimator"] + given(row) + place, {})[row[key]] = row
+    panels = {
+        "relative_bias_rescaled": "bias / gradient, rescaled",
+        "variance_rescaled": "variance, rescaled",
+    }
+    if not any(row[panel] is not None for row in document["rows"] for panel in panels):
+        return None
+
+    def paint(figure: Any) -> list[Later]:
+        later: list[Later] = []
+        for axes, (panel, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+            found = {n: [r.get(v, {}).get(panel) for v in values] for n, r in series.items()}
+            plots.lines(axes, values, found)
+            numbers = [v for line in found.values() for v in line if v is not None]
+            plots.apt_scale(axes, "x", values)
+            plots.apt_scale(axes, "y", numbers)
+            axes.set_xlabel(key.replace("_", " "))
+            axes.set_title(label)
+            ends = [
+                (line[-1], name, FAMILIES[family(name)][0])
+                for name, line in found.items()
+                if line[-1] is not None
+            ]
+            later.append(partial(plots.name_lines, axes, ends, values[-1]))
+        return later
+
+    return plots.draw(
+        f"study_{key}",
+        paint,
+        size=(11, 4.2),
+        caption=f"Bias and variance after dividing by scale, against {key}. {how(document)}",
+        alt=f"Bias and variance of {len(series)} estimators against {key}.",
+    )
+
+
+def page(document: Document) -> Page:
+    """The page of a study; the built-in one has its own."""
+    if document.get("study") == "staleness":
+        return staleness_page.page(document)
+    keys = swept(document)
+    figure = sweep_figure(document, keys[-1]) if keys else tradeoff(document)
+    return Page(
+        title=f"Bias and variance on {title(document)}",
+        intro=(MEANING,),
+        sections=[
+            *([Section(title="At a glance", figure=figure)] if figure is not None else []),
+            Section(title="Every row", formula=FORMULA, table=rows_table(document)),
+        ],
+        footer=f"{how(document)} {text(document['seconds'])} seconds.",
+    )
+
+
+def summary(document: Document) -> Rendered:
+    """What the terminal shows."""
+    if document.get("study") == "staleness":
+        return staleness_page.summary(document)
+    return Rendered(title=title(document), table=rows_table(document), lines=(MEANING,))
