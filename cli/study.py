@@ -18,8 +18,17 @@ from windage.estimators.index import SETTINGS
 from windage.toy.problem_file import Document, Shape, read, refuse_size
 
 ENGINES = ("auto", "tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
+PROBLEM = "token_tree"
 GROUP_SIZE = 4
-STALENESS = (("steps", (0, 1, 2, 4, 8, 16)), ("horizon", (2, 4, 6, 8)))
+DEFAULTS = {
+    "problem": None,
+    "estimators": None,
+    "group_size": None,
+    "behavior": None,
+    "sweep": None,
+    "engine": "auto",
+    "samples": None,
+}
 MOST_ROWS = 1_000_000
 
 Named = tuple[str, dict[str, Number]]
@@ -42,7 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a study."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _epilog()
-    parser.add_argument("--problem", metavar="NAME|FILE", help="built-in, or a JSON problem file")
+    parser.add_argument(
+        "--problem", metavar="NAME|FILE", help=f"built-in, or a JSON file; default: {PROBLEM}"
+    )
     parser.add_argument(
         "--estimators",
         nargs="+",
@@ -54,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--group-size",
         type=_flag("group_size"),
         metavar="G",
-        help="responses of a prompt; default 4",
+        help=f"responses of a prompt; default: {GROUP_SIZE}",
     )
     parser.add_argument(
         "--behavior",
@@ -91,7 +102,7 @@ def _epilog() -> str:
         "behavior policies and their settings:": specs.BEHAVIORS,
         "estimators and their settings:": SETTINGS,
     }
-    first = "Without flags: the catalogue on token trees, by lag and by length.\n\n"
+    first = "Without flags: the whole catalogue, by lag and by length.\n\n"
     return first + "\n\n".join(listed(title, keys) for title, keys in tables.items())
 
 
@@ -116,10 +127,15 @@ def _engine(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
-    from windage.analysis.studies import study
+    if request is None:
+        from windage.analysis.studies import staleness
 
-    with _progress() as advance:
-        document = study.run(study.Settings(**request._asdict()), advance)
+        document = staleness.run()
+    else:
+        from windage.analysis.studies import study
+
+        with _progress() as advance:
+            document = study.run(study.Settings(**request._asdict()), advance)
     text = json.dumps(document, allow_nan=False)
     if arguments.out is not None:
         _write(document, arguments.out)
@@ -130,26 +146,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check(arguments: argparse.Namespace) -> Request:
-    """Turn flags into a request; reads the problem file.
+def check(arguments: argparse.Namespace) -> Request | None:
+    """Turn flags into a request, None where no flag asks for anything; reads the problem file.
 
     Raises:
         BadInput: names the flag or the place in the file, and what is allowed.
     """
-    words = [arguments.problem, arguments.behavior, arguments.sweep]
-    behavior = ("stale", {}) if arguments.problem is None else None
-    if arguments.behavior is not None:
-        behavior = specs.behavior(arguments.behavior)
+    if not any(getattr(arguments, flag) != default for flag, default in DEFAULTS.items()):
+        return None
+    behavior = None if arguments.behavior is None else specs.behavior(arguments.behavior)
     estimators = tuple(map(specs.estimator, arguments.estimators or SETTINGS))
-    named = specs.built_in(arguments.problem or "token_tree")
+    named = specs.built_in(PROBLEM if arguments.problem is None else arguments.problem)
     sweep = _sweep(arguments.sweep or (), estimators, behavior, named)
-    if words == [None, None, None]:
-        sweep = dict(STALENESS)
     group_size = arguments.group_size or GROUP_SIZE
     for name, settings in estimators:
         _check_settings(name, settings, sweep)
         if arguments.estimators and name not in specs.SINGLE:
-            _check_size(name, (*sweep.get("group_size", (group_size,)),))
+            _check_size(name, sweep.get("group_size", (group_size,)))
     return Request(
         problem=_problem(arguments.problem, named, sweep),
         estimators=estimators,
@@ -176,6 +189,9 @@ def _sweep(
     found: dict[str, tuple[Number, ...]] = {}
     rows = 1
     for text in texts:
+        owners = [kind for kind, own in specs.BEHAVIORS.items() if text.partition("=")[0] in own]
+        if owners and behavior is None:
+            raise BadInput(f"--sweep {text!r}: no such --behavior; allowed: {' or '.join(owners)}")
         key, values = specs.sweep(text, dict.fromkeys(keys))
         if key in found:
             raise BadInput(f"--sweep {text!r}: {key} is swept twice; allowed: each key once")

@@ -28,13 +28,13 @@ from windage.toy.exact.plan import BUDGET, OPTIONS, Plan, exact, plan, seeded, u
 from windage.toy.objective import Objective, objective
 from windage.toy.problem_file import Document, to_problem
 from windage.toy.problems import BUILT_IN, Problem
-from windage.toy.sampling import BLOCKS, Figures, jackknife, sample
+from windage.toy.sampling import BLOCKS, Figures, Sample, jackknife, sample
 
 SCHEMA = "windage/study/1"
 PRECISION = 0.01
 RESOLVED = 0.1
 FIRST_BATCHES = 64 * BLOCKS
-SAMPLED_CELLS = 2e8
+SAMPLED_CELLS = 2e7
 PATIENCE = 10.0
 BEYOND = "beyond the range of float64: the squared length of a gradient"
 
@@ -111,19 +111,36 @@ def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict
             rows.append({**known[memo], **point})
             advance(len(rows), total)
     site, goal = next(iter(sites.values()))
+    given = {} if isinstance(settings.problem, Document) else settings.problem[1]
     return {
         "schema": SCHEMA,
-        "problem": _about(settings.problem, site),
+        "problem": {**about_problem(site), **given},
         "behavior": _sampler(settings),
-        "objective": {
-            "value": _finite(float(goal.value)),
-            "gradient": _list(goal.gradient),
-            "gradient_norm": _finite(float(goal.gradient.norm())),
-        },
+        "objective": about_objective(goal),
         "sweep": {key: list(values) for key, values in settings.sweep.items()},
         "seed": settings.seed,
         "rows": rows,
         "seconds": perf_counter() - start,
+    }
+
+
+def about_problem(problem: Problem) -> dict[str, Any]:
+    """The document's words for a problem; responses and parameters are totals over prompts."""
+    return {
+        "name": problem.name,
+        "sha256": problem.sha256,
+        "prompts": problem.prompts,
+        "responses": problem.prompts * problem.tree.leaves,
+        "parameters": problem.logits.numel(),
+    }
+
+
+def about_objective(goal: Objective) -> dict[str, Any]:
+    """J, its gradient in the order of the parameters, and the gradient's length."""
+    return {
+        "value": _finite(float(goal.value)),
+        "gradient": _list(goal.gradient),
+        "gradient_norm": _finite(float(goal.gradient.norm())),
     }
 
 
@@ -175,17 +192,6 @@ def _sampler(settings: Settings) -> dict[str, Any]:
         "behavior" in prompt for prompt in settings.problem.prompts
     )
     return {"kind": "file" if file else "policy"}
-
-
-def _about(source: Document | tuple[str, Values], problem: Problem) -> dict[str, Any]:
-    return {
-        "name": problem.name,
-        "sha256": problem.sha256,
-        "prompts": problem.prompts,
-        "responses": problem.prompts * problem.tree.leaves,
-        "parameters": problem.logits.numel(),
-        **({} if isinstance(source, Document) else source[1]),
-    }
 
 
 def bind(estimator: Estimator, problem: Problem) -> Estimator:
@@ -321,13 +327,46 @@ def _sampled(
     """Draw more batches until the figures are precise; all estimators see the same draws."""
     batches = min(FIRST_BATCHES, most)
     while True:
-        drawn = sample(estimator, problem, group_size, batches=batches, generator=seeded(seed))
+        try:
+            drawn = sample(estimator, problem, group_size, batches=batches, generator=seeded(seed))
+        except Undefined:
+            if batches >= most:
+                raise
+            batches = min(most, 16 * batches)
+            continue
         _check_range(drawn.mean, goal)
         figures, errors = jackknife(drawn, lambda part: from_sample(part, goal, problem.rewards))
+        errors = _honest(figures, errors, drawn, float(goal.gradient.norm()))
         lack = _imprecision(figures, errors)
         if lack <= 1 or batches >= most:
             return drawn.mean.mean(0), figures, errors
         batches = min(most, batches * min(16, max(2, math.ceil(1.2 * lack**2))))
+
+
+def _honest(
+    figures: Figures, errors: Mapping[str, float], drawn: Sample, gradient_norm: float
+) -> dict[str, float]:
+    """Standard errors, where a length within the noise has the length of the noise.
+
+    An estimated length is cut off at 0, so that the jackknife sees too little of its spread there.
+    """
+    blocks = len(drawn.mean)
+
+    def noise(parts: Tensor) -> float:
+        spread = (parts - parts.mean(0)).square().sum()
+        return math.sqrt(float(spread) / (blocks * (blocks - 1)))
+
+    lengths = {"drift": noise(drawn.drift)}
+    if (scale := figures["scale"]) is not None:
+        lengths["relative_bias"] = noise(drawn.mean) / gradient_norm
+        if scale != 0:
+            lengths["relative_bias_rescaled"] = lengths["relative_bias"] / abs(scale)
+    out = dict(errors)
+    for name, length in lengths.items():
+        figure = figures[name]
+        if figure is not None and figure < 2 * length:
+            out[name] = max(length, errors.get(name, 0.0))
+    return out
 
 
 def _imprecision(figures: Figures, errors: Mapping[str, float]) -> float:
