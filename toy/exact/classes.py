@@ -132,8 +132,8 @@ def _one_prompt(
     estimator: Estimator,
     group: Groups,
     scale: Float[Tensor, "1 M"],
-    first: Float[Tensor, " M"],
-    second: Float[Tensor, " M"],
+    first: Float[Tensor, " C"],
+    second: Float[Tensor, " C"],
 ) -> tuple[Tensor, Tensor]:
     """Mean and mean square of one prompt's part, given the denominators' moments by group."""
     reads = any(c.map.traits.reads == "sign" for c in estimator.corrections)
