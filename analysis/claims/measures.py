@@ -14,7 +14,7 @@ from windage.estimators.advantage import constant, gae
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.correction import Correction
-from windage.estimators.estimator import Estimator, coefficients
+from windage.estimators.estimator import Estimator, batch_terms, coefficients, token_coefficients
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact, plan
@@ -196,6 +196,30 @@ def on_policy_update(estimator: Estimator, problem: Problem) -> Callable[[Tensor
         weighed = torch.where(real, mass * found, 0.0).flatten(1)
         visits = torch.zeros_like(logits).flatten(1).scatter_add(1, place, weighed)
         return pull_back(visits.view_as(logits), logp.exp())
+
+    return update
+
+
+def arm_update(estimator: Estimator, problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
+    """Mean update of one response as a function of logits and sampler, on a problem of one step.
+
+    Each arm is a response of its own, so one call of the estimator serves all arms.
+    """
+    rewards = problem.rewards[0].view(-1, 1, 1)
+    mask = torch.ones_like(rewards, dtype=torch.bool).unsqueeze(-1)
+    column = torch.zeros_like(rewards).unsqueeze(-1)
+    terms = batch_terms(estimator, Batch(rewards=rewards, mask=mask, logp=column))
+
+    def update(logits: Tensor, behavior_logp: Tensor) -> Tensor:
+        logp = logits.log_softmax(-1)
+        drawn = Batch(
+            rewards=rewards,
+            mask=mask,
+            logp=logp.view_as(column),
+            behavior_logp=behavior_logp.view_as(column),
+        )
+        own = token_coefficients(estimator, terms, drawn).own.view_as(logits)
+        return pull_back(behavior_logp.exp() * own, logp.exp())
 
     return update
 
