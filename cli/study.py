@@ -97,7 +97,7 @@ def _epilog() -> str:
         lines = [f"  {name:{width}}  {', '.join(own)}".rstrip() for name, own in keys.items()]
         return "\n".join([title, *lines])
 
-    tables = {
+    tables: dict[str, Mapping[str, Iterable[str]]] = {
         "problems and their settings (NAME:key=value,...):": specs.PROBLEMS,
         "behavior policies and their settings:": specs.BEHAVIORS,
         "estimators and their settings:": SETTINGS,
@@ -127,14 +127,12 @@ def _engine(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
-    if request is None:
-        from windage.analysis.studies import staleness
+    from windage.analysis.studies import staleness, study
 
-        document = staleness.run()
-    else:
-        from windage.analysis.studies import study
-
-        with _progress() as advance:
+    with _progress() as advance:
+        if request is None:
+            document = staleness.run(advance)
+        else:
             document = study.run(study.Settings(**request._asdict()), advance)
     text = json.dumps(document, allow_nan=False)
     if arguments.out is not None:

@@ -156,7 +156,7 @@ def _own(name: str, given: Values, point: Values) -> dict[str, Number]:
 
 def _arguments(settings: Settings, point: Values) -> Arguments:
     """Arguments of the built-in problem and of the behavior policy at a point."""
-    sources = []
+    sources: list[tuple[Mapping[str, Callable[..., Any]], tuple[str, Values]]] = []
     if not isinstance(settings.problem, Document):
         sources.append((BUILT_IN, settings.problem))
     if settings.behavior is not None:
