@@ -14,14 +14,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from windage.estimators.errors import BadInput, unknown
 from windage.toy.objective import objective
-from windage.toy.problems import Problem
+from windage.toy.problems import Problem, normalize
 
 LogProbabilities = Float[Tensor, "P N V"]
 
 
+def _require(holds: bool, name: str, value: float, allowed: str) -> None:
+    if not holds:
+        raise BadInput(f"behavior: {name} is {value:g}; allowed: {allowed}")
+
+
 def _backward_steps(problem: Problem, steps: int, rate: float) -> list[Tensor]:
-    """Logits of 0, 1, ... `steps` exact gradient steps ago, by stepping down the gradient."""
+    """Logits after 0, 1, ... `steps` exact steps down the gradient from the current ones."""
+    _require(steps >= 0, "steps", steps, "a whole number from 0")
     history = [problem.logits]
     for _ in range(steps):
         now = replace(problem, logits=history[-1])
@@ -30,13 +37,21 @@ def _backward_steps(problem: Problem, steps: int, rate: float) -> list[Tensor]:
 
 
 def stale(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
-    """The policy `steps` exact gradient steps behind.
+    """The policy `steps` exact gradient steps behind, found by stepping back from the current one.
+
+        z[k + 1] = z[k] - rate * grad J(z[k]),   z[0] the current logits, sampler softmax(z[steps])
+
+    To first order in the rate these are the iterates of an ascent that arrives at the current
+    policy; ascending again from z[steps] misses it by the second order.
 
     Args:
         steps: updates of lag.
         rate: step size on the gradient of each prompt's own expected reward.
+
+    Raises:
+        BadInput: a negative number of steps.
     """
-    return _backward_steps(problem, steps, rate)[-1].log_softmax(-1)
+    return normalize(_backward_steps(problem, steps, rate)[-1])
 
 
 def noise(problem: Problem, *, sigma: float = 0.1, seed: int = 0) -> LogProbabilities:
@@ -45,10 +60,14 @@ def noise(problem: Problem, *, sigma: float = 0.1, seed: int = 0) -> LogProbabil
     Args:
         sigma: standard deviation of the noise.
         seed: of its generator.
+
+    Raises:
+        BadInput: a negative sigma.
     """
+    _require(sigma >= 0, "sigma", sigma, "a number from 0")
     generator = torch.Generator().manual_seed(seed)
-    noise_ = torch.randn(problem.logits.shape, generator=generator, dtype=torch.float64)
-    return (problem.logits + sigma * noise_).log_softmax(-1)
+    drawn = torch.randn(problem.logits.shape, generator=generator, dtype=torch.float64)
+    return normalize(problem.logits + sigma * drawn)
 
 
 def bits(problem: Problem, *, b: int = 4) -> LogProbabilities:
@@ -56,56 +75,76 @@ def bits(problem: Problem, *, b: int = 4) -> LogProbabilities:
 
     Args:
         b: bits a logit.
+
+    Raises:
+        BadInput: b outside 1..52.
     """
-    flat = problem.logits.flatten(1)
-    low, high = flat.amin(1), flat.amax(1)
+    _require(1 <= b <= 52, "b", b, "a whole number from 1 to 52")
+    low, high = (f(problem.logits, (1, 2), keepdim=True) for f in (torch.amin, torch.amax))
     step = ((high - low) / (2**b - 1)).clamp(min=torch.finfo(torch.float64).tiny)
-    low, step = low[:, None, None], step[:, None, None]
-    return (low + step * ((problem.logits - low) / step).round()).log_softmax(-1)
+    return normalize(low + step * ((problem.logits - low) / step).round())
 
 
 def temperature(problem: Problem, *, t: float = 1.0) -> LogProbabilities:
     """Logits divided by a temperature.
 
     Args:
-        t: above 0; below 1 sharpens.
+        t: below 1 sharpens.
+
+    Raises:
+        BadInput: t not above 0.
     """
-    return (problem.logits / t).log_softmax(-1)
+    _require(t > 0, "t", t, "a number above 0")
+    return normalize(problem.logits / t)
 
 
 def top_k(problem: Problem, *, k: int = 1) -> LogProbabilities:
     """The k likeliest tokens, renormalised; ties go to the lower id.
 
     Args:
-        k: tokens kept at each prefix.
+        k: tokens kept at each prefix; the vocabulary or more changes nothing.
+
+    Raises:
+        BadInput: k below 1.
     """
+    _require(k >= 1, "k", k, "a whole number from 1")
     order = problem.logits.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1]).expand_as(order)
-    )
-    return problem.logits.masked_fill(rank >= k, -torch.inf).log_softmax(-1)
+    dropped = torch.ones_like(order, dtype=torch.bool).scatter(-1, order[..., :k], False)
+    return normalize(problem.logits.masked_fill(dropped, -torch.inf))
 
 
 def top_p(problem: Problem, *, p: float = 1.0) -> LogProbabilities:
     """The likeliest tokens up to and including the one that reaches mass p, renormalised.
 
+    Ties go to the lower id; p = 1 changes nothing.
+
     Args:
         p: probability mass.
+
+    Raises:
+        BadInput: p outside (0, 1].
     """
+    _require(0 < p <= 1, "p", p, "a number above 0, at most 1")
     order = problem.logits.argsort(dim=-1, descending=True, stable=True)
-    sorted_p = problem.logp.exp().gather(-1, order)
-    before = sorted_p.cumsum(-1) - sorted_p
-    dropped = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, before >= p)
-    return problem.logits.masked_fill(dropped, -torch.inf).log_softmax(-1)
+    from_here = problem.logp.exp().gather(-1, order).flip(-1).cumsum(-1).flip(-1)
+    beyond = from_here <= 1 - p
+    beyond[..., 0] = False
+    dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)
+    return normalize(problem.logits.masked_fill(dropped, -torch.inf))
 
 
 def mixed(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
-    """Weights updated during generation: the first token comes from the policy `steps` behind, the
-    last from the current one, with the updates spread evenly in between.
+    """Weights updated during generation: versions that differ along one response.
+
+    The first token comes from the policy `steps` behind, the last from the current one, with the
+    updates spread evenly in between; in a bandit the only token comes from the older.
 
     Args:
         steps: updates that arrive while a response is written.
         rate: as in `stale`.
+
+    Raises:
+        BadInput: a negative number of steps.
     """
     history = _backward_steps(problem, steps, rate)
     horizon = problem.tree.horizon
@@ -114,7 +153,7 @@ def mixed(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabil
         lag = steps if horizon == 1 else round(steps * (1 - t / (horizon - 1)))
         level = problem.tree.level(t)
         out[:, level] = history[lag][:, level]
-    return out.log_softmax(-1)
+    return normalize(out)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -126,9 +165,14 @@ KINDS: dict[str, Callable[..., Tensor]] = {
 def with_behavior(problem: Problem, kind: str, **settings: Any) -> Problem:
     """The same problem sampled by a kind of behavior policy.
 
+    Raises:
+        BadInput: an unknown kind, or a setting outside its range.
+
     Example:
         >>> from windage.toy.problems import bandit
         >>> with_behavior(bandit(), "top_k", k=1).behavior_logp.exp().max().item()
         1.0
     """
+    if kind not in KINDS:
+        raise unknown("behavior", kind, KINDS)
     return replace(problem, behavior_logp=KINDS[kind](problem, **settings))

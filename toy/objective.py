@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,18 +31,18 @@ def objective(problem: Problem) -> Objective:
     """J and its gradient under the policy, whatever the sampler.
 
     Example:
+        >>> import torch
         >>> from windage.toy.problems import Tree, make
         >>> coin = make("coin", Tree(2, None, 1), torch.zeros(1, 1, 2), torch.tensor([[0.0, 1.0]]))
         >>> objective(coin).gradient
         tensor([[[-0.2500,  0.2500]]], dtype=torch.float64)
     """
     walk = Walk(problem.on_policy())
-    rewards = problem.rewards.unsqueeze(0)
-    centered = rewards - problem.rewards.mean()
-    gradient, _ = response_moments(walk, PLAIN, 1.0, centered, centered)
+    centered = problem.rewards - problem.rewards.mean()
+    (gradient,), _ = response_moments(walk, PLAIN, 1.0, (centered,), ())
     sampled = Walk(problem).leaf_flow
     return Objective(
         value=(walk.leaf_flow * problem.rewards).sum(-1).mean(),
-        gradient=gradient[0] / problem.prompts,
+        gradient=gradient / problem.prompts,
         unsupported_mass=(walk.leaf_flow * (sampled <= 0)).sum(-1).mean(),
     )

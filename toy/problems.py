@@ -1,7 +1,7 @@
 """Tabular problems: softmax policies over the tokens that may follow each prefix.
 
-A tree is given by its vocabulary, stop token and horizon; it holds every prefix.  A bandit is a tree
-of horizon one; a trajectory-logit problem is a bandit whose arms are followed by forced tokens
+A tree is given by its vocabulary, stop token and horizon; it holds every prefix.  A bandit is a
+tree of horizon one; a trajectory-logit problem is a bandit whose arms are followed by forced tokens
 (probability one, score zero), so that responses have lengths.
 
 Prefixes are ordered by length and then by token ids; so are responses.  The prefixes of one length
@@ -11,7 +11,6 @@ reshape.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +19,8 @@ from typing import final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+FEW = 16
 
 
 @final
@@ -158,10 +159,34 @@ class Problem:
     @cached_property
     def logp(self) -> Float[Tensor, "P N V"]:
         """Log-probabilities of the policy at each prefix."""
-        return self.logits.log_softmax(-1)
+        return normalize(self.logits)
+
+    @cached_property
+    def kinds(self) -> tuple[Float[Tensor, "R 2"], ...]:
+        """For each prompt the pairs of reward and length that occur."""
+        found = []
+        for rewards, lengths in zip(self.rewards, self.lengths, strict=True):
+            pairs = []
+            for size in self.sizes:
+                here = rewards if len(self.sizes) == 1 else rewards[lengths == size]
+                if len(here):
+                    values = distinct(here)
+                    pairs.append(torch.stack([values, size.double().expand_as(values)], 1))
+            found.append(torch.cat(pairs))
+        return tuple(found)
+
+    @cached_property
+    def sizes(self) -> Int[Tensor, " S"]:
+        """The lengths that occur, in ascending order."""
+        least, most = self.lengths.aminmax()
+        if least == most:
+            return least.unsqueeze(0)
+        return torch.bincount(self.lengths.flatten()).nonzero().squeeze(1)
 
     def select(self, prompt: int) -> Problem:
         """The problem of one prompt."""
+        if self.prompts == 1:
+            return self
         one = slice(prompt, prompt + 1)
         return replace(
             self,
@@ -174,6 +199,33 @@ class Problem:
     def on_policy(self) -> Problem:
         """The same problem sampled from the policy itself."""
         return replace(self, behavior_logp=self.logp)
+
+
+def distinct(values: Float[Tensor, " M"]) -> Float[Tensor, " R"]:
+    """The distinct values, in ascending order, without a sort where they are few.
+
+    Example:
+        >>> distinct(torch.tensor([1.0, 0.0, 1.0]))
+        tensor([0., 1.])
+    """
+    found = [values.min()]
+    for _ in range(FEW):
+        above = torch.where(values > found[-1], values, torch.inf).min()
+        if above == torch.inf:
+            return torch.stack(found)
+        found.append(above)
+    return values.unique()
+
+
+def normalize(logits: Float[Tensor, "*shape V"]) -> Float[Tensor, "*shape V"]:
+    """Log-probabilities from logits; torch's own is slow where the last axis is short.
+
+    Example:
+        >>> normalize(torch.tensor([0.0, 0.0, -torch.inf])).exp()
+        tensor([0.5000, 0.5000, 0.0000])
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    return shifted.sub_(shifted.exp().sum(-1, keepdim=True).log())
 
 
 def make(
@@ -200,7 +252,7 @@ def make(
         name=name,
         tree=tree,
         logits=logits,
-        behavior_logp=(logits if behavior is None else behavior.double()).log_softmax(-1),
+        behavior_logp=normalize(logits if behavior is None else behavior.double()),
         rewards=rewards.double(),
         lengths=lengths.expand(len(logits), tree.leaves),
         sha256=sha256,
@@ -241,7 +293,7 @@ def trajectories() -> Problem:
 
 
 def token_tree(horizon: int = 4, vocab: int = 3) -> Problem:
-    """Responses of up to `horizon` tokens, the last token id stops; right if id 1 came first most."""
+    """Responses of up to `horizon` tokens, the last id stops; right if id 1 outnumbers id 0."""
     tree = Tree(vocab, vocab - 1, horizon)
     _, tokens = tree.paths
     right = ((tokens == 1).sum(-1) > (tokens == 0).sum(-1)).double()
@@ -265,8 +317,3 @@ BUILT_IN: dict[str, Callable[[], Problem]] = {
     "token_tree": token_tree,
     "difficulties": difficulties,
 }
-
-
-def entropy_bits(logp: Tensor) -> float:
-    """Mean entropy of the rows of a table of log-probabilities, in bits."""
-    return float(-(logp.exp() * logp).nan_to_num().sum(-1).mean() / math.log(2))

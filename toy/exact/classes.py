@@ -1,7 +1,7 @@
 """Moments by counting classes of responses (E2).
 
-Responses fall into classes of equal reward (and equal length, where a denominator counts the group's
-tokens).  Given the counts n of the classes in a group, the advantage of each class and the
+Responses fall into classes of equal reward (and equal length, where a denominator counts tokens of
+the group).  Given the counts n of the classes in a group, the advantage of each class and the
 denominator are known, and the contributions of the members are independent draws from their class:
 
     E|g|^2 = sum over n of P(n) [ B' (M M') B + sum over c of n_c A_c^2 (S_c - |M_c|^2) ]
@@ -14,188 +14,213 @@ the other prompts' tokens, a convolution.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import conv1d
 
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.prefix_tree import Walk, response_moments, response_scale, tree_weights
-from windage.toy.exact.tuples import compositions, multinomial, spread, unit, ways
+from windage.toy.exact.prefix_tree import (
+    Walk,
+    reads_sign,
+    response_moments,
+    response_scale,
+    tree_weights,
+)
+from windage.toy.exact.tuples import compositions, multinomial, spread, ways
 from windage.toy.problems import Problem
-
-FEW = 16
-
-
-def levels(values: Float[Tensor, " M"]) -> Float[Tensor, " R"]:
-    """The distinct values, in ascending order, without a sort where they are few.
-
-    Example:
-        >>> levels(torch.tensor([1.0, 0.0, 1.0]))
-        tensor([0., 1.])
-    """
-    found = []
-    low = values.min()
-    for _ in range(FEW):
-        found.append(low)
-        above = torch.where(values > low, values, torch.inf)
-        low = above.min()
-        if low == torch.inf:
-            return torch.stack(found)
-    return values.unique()
 
 
 def class_values(
     problem: Problem, walk: Walk, *, by_length: bool
-) -> tuple[Float[Tensor, "R 2"], Float[Tensor, "R M"]]:
-    """Reward and length of each class of one prompt's drawn responses, and who belongs to it."""
-    drawn = walk.leaf_flow[0] > 0
-    rewards, lengths = problem.rewards[0], problem.lengths[0].double()
-    pairs, members = [], []
-    sizes = levels(lengths[drawn]) if by_length else lengths[:1]
-    for reward in levels(rewards[drawn]):
-        here = (rewards == reward) & drawn
-        for size in sizes:
-            mine = here & (lengths == size) if by_length else here
-            if not by_length or bool(mine.any()):
-                pairs.append(torch.stack([reward, size]))
-                members.append(mine)
-    return torch.stack(pairs), torch.stack(members).double()
+) -> tuple[Float[Tensor, "R 2"], Float[Tensor, "R 1 M"], Float[Tensor, " R"]]:
+    """Reward and length of each class that one prompt's sampler draws, its members, its mass."""
+    kinds = problem.kinds[0]
+    if not by_length and len(problem.sizes) > 1:
+        rewards = kinds[:, 0].unique()
+        kinds = torch.stack([rewards, torch.zeros_like(rewards)], 1)
+    mine = problem.rewards == kinds[:, :1]
+    if by_length and len(problem.sizes) > 1:
+        mine &= problem.lengths == kinds[:, 1:]
+    members = mine.to(walk.leaf_flow.dtype)
+    mass = members @ walk.leaf_flow[0]
+    drawn = mass > 0
+    if not bool(drawn.all()):
+        kinds, members, mass = kinds[drawn], members[drawn], mass[drawn]
+    return kinds, members.unsqueeze(1), mass
+
+
+@lru_cache(maxsize=64)
+def listing(parts: int, group_size: int) -> tuple[Float[Tensor, "C R"], Int[Tensor, "C G"]]:
+    """The counts of all groups of a number of classes, and the class of each member."""
+    counts = compositions(parts, group_size)
+    return counts.double(), spread(counts, group_size)
 
 
 @final
 class Groups:
-    """The groups of one prompt by the counts of its classes: probability, advantages, tokens."""
+    """The groups of one prompt by the counts of its classes: probability, advantages, tokens.
+
+    Args:
+        estimator: its advantage and admission are called on every group.
+        problem: of one prompt.
+        group_size: responses of a group.
+    """
 
     def __init__(self, estimator: Estimator, problem: Problem, group_size: int) -> None:
-        self.group_size = group_size
         self.walk = Walk(problem)
-        coupled = estimator.aggregation.traits.scope in ("group", "batch")
-        self.values, self.members = class_values(problem, self.walk, by_length=coupled)
-        self.mass = self.members @ self.walk.leaf_flow[0]
-        self.counts = compositions(len(self.mass), group_size)
+        values, members, self.mass = class_values(
+            problem, self.walk, by_length=counts_tokens(estimator)
+        )
+        self.members = list(members)
+        self.counts, self.who = listing(len(values), group_size)
         self.chance = multinomial(self.counts, self.mass)
-        who = spread(self.counts, group_size)
-        rewards = self.values[who, 0].unsqueeze(1)
-        present = torch.ones_like(rewards, dtype=torch.bool)
-        fields = {"rewards": rewards, "outcomes": rewards, "present": present}
-        advantage = estimator.advantage
-        found = advantage(*(fields[n] for n in advantage.traits.needs)).squeeze(1)
-        shape = (len(who), len(self.mass))
-        self.advantages = found.new_zeros(shape).scatter(1, who, found)
-        keep = torch.ones(len(who), dtype=torch.bool)
+        rewards = values[:, 0][self.who].unsqueeze(1)
+        fields = {
+            "rewards": rewards,
+            "outcomes": rewards,
+            "present": torch.ones_like(rewards, dtype=torch.bool),
+        }
+
+        def call(member: Member) -> Tensor:
+            return member(*(fields[name] for name in member.traits.needs))
+
+        self.share = self.counts / self.mass
+        found = call(estimator.advantage).squeeze(1)
+        self.advantages = torch.zeros_like(self.counts).scatter(1, self.who, found)
+        self.probability = self.chance
         for member in estimator.admission:
             if member.traits.refill:
-                keep &= member(*(fields[n] for n in member.traits.needs)).any(-1).any(-1)
-        accepted = self.chance * keep
-        total = accepted.sum()
-        if total <= 0:
-            raise Undefined("every group is degenerate: no reward varies")
-        self.probability = accepted / total
-        self.tokens = (self.counts * self.values[:, 1].long()).sum(1)
+                self.probability = self.probability * call(member).any(-1).squeeze(-1)
+        if self.probability is not self.chance:
+            total = self.probability.sum()
+            if total <= 0:
+                raise Undefined("every group is degenerate: no reward varies")
+            self.probability = self.probability / total
+        self.lengths = values[:, 1]
+
+    @cached_property
+    def tokens(self) -> Int[Tensor, " C"]:
+        """Tokens of each group."""
+        return (self.counts @ self.lengths).long()
 
 
-def _others(laws: list[Tensor], skip: int) -> Tensor:
-    """Law of the tokens of all prompts but one."""
-    law = torch.ones(1, dtype=torch.float64)
-    for q, other in enumerate(laws):
-        if q != skip:
-            flipped = other.flip(0)[None, None]
-            pad = len(other) - 1
-            law = torch.nn.functional.conv1d(law[None, None], flipped, padding=pad)[0, 0]
-    return law
+def counts_tokens(estimator: Estimator) -> bool:
+    """Whether the denominator counts the tokens of the group or of the batch."""
+    return estimator.aggregation.traits.scope in ("group", "batch")
 
 
 def _scales(
-    aggregation: Member, tokens: Int[Tensor, " M"], law: Tensor, prompts: int, group_size: int
-) -> tuple[Tensor, Tensor]:
+    aggregation: Member, groups: list[Groups], p: int, *, conditioned: bool
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """First two moments of the coefficient for each group, over the other prompts' tokens.
 
-    The aggregation is called on lengths that carry the totals in one response of each; it may look
-    at nothing else.
+    The aggregation is called on lengths that carry the totals in one response of each prompt; it
+    may look at nothing else.  `conditioned`: the other groups are those that admission keeps.
     """
-    own, index = tokens.unique(return_inverse=True)
-    rest = torch.nonzero(law).squeeze(1)
-    lengths = torch.zeros((len(own), len(rest), prompts, group_size), dtype=torch.long)
+    law = torch.ones(1, dtype=torch.float64)
+    for other in groups[:p] + groups[p + 1 :]:
+        tokens = torch.bincount(other.tokens, other.probability if conditioned else other.chance)
+        pad = len(tokens) - 1
+        law = conv1d(law[None, None], tokens.flip(0)[None, None], padding=pad)[0, 0]
+    own = torch.bincount(groups[p].tokens).nonzero().squeeze(1)
+    rest = law.nonzero().squeeze(1)
+    size = groups[p].who.shape[1]
+    lengths = torch.zeros((len(own), len(rest), len(groups), size), dtype=torch.long)
     lengths[:, :, 0, 0] = own.unsqueeze(1)
-    if prompts > 1:
+    if len(groups) > 1:
         lengths[:, :, 1, 0] = rest
     table = aggregation(lengths, torch.ones_like(lengths, dtype=torch.bool))[:, :, 0, 0]
-    return (table @ law[rest])[index], (table.square() @ law[rest])[index]
+    moments = torch.stack([table @ law[rest], table.square() @ law[rest]])
+    by_tokens = moments.new_zeros((2, int(own[-1]) + 1)).index_copy(1, own, moments)
+    first, second = by_tokens[:, groups[p].tokens]
+    return first, second
 
 
-def _one_prompt(
-    estimator: Estimator,
-    group: Groups,
-    scale: Float[Tensor, "1 M"],
-    first: Float[Tensor, " C"],
-    second: Float[Tensor, " C"],
-) -> tuple[Tensor, Tensor]:
-    """Mean and mean square of one prompt's part, given the denominators' moments by group."""
-    reads = any(c.map.traits.reads == "sign" for c in estimator.corrections)
-    members = group.members.unsqueeze(1)
-    means, totals = [], []
-    own = torch.zeros((), dtype=torch.float64)
-    for sign in (1.0, -1.0) if reads else (1.0,):
-        weights = tree_weights(estimator, group.walk, sign)
-        x, q = response_moments(
-            group.walk, weights, sign, members * scale, members * scale.square()
-        )
-        m = x[:, 0].flatten(1) / group.mass.unsqueeze(1)
-        means.append(m)
-        mine = (group.advantages * sign > 0) if reads else torch.ones_like(group.counts)
-        totals.append(group.counts * group.advantages * mine)
-        spreads = q[:, 0] / group.mass - m.square().sum(1)
-        chosen = (group.counts * group.advantages.square() * mine) @ spreads
-        own = own + (group.probability * second * chosen).sum()
-    m, b = torch.cat(means), torch.cat(totals, 1)
-    between = torch.einsum("ma,ab,mb->m", b, m @ m.T, b)
-    square = own + (group.probability * second * between).sum()
-    return ((group.probability * first) @ b) @ m, square
+@final
+class Contributions:
+    """What one response of each class contributes, the signs of the advantage one after the other.
 
+        mean[c] = E[x 1{c}],   spread[c] = E[|x|^2 1{c}] - |mean[c]|^2 / mass[c]
 
-def _mean_and_variance(
-    estimator: Estimator, problem: Problem, group_size: int
-) -> tuple[Tensor, Tensor]:
-    groups = [Groups(estimator, problem.select(p), group_size) for p in range(problem.prompts)]
-    coupled = estimator.aggregation.traits.scope in ("group", "batch")
-    if coupled:
-        laws = [torch.bincount(g.tokens, g.probability) for g in groups]
-        scale = torch.ones_like(problem.rewards)
-    else:
-        scale = response_scale(estimator.aggregation, problem.lengths, group_size)
-    means = []
-    variance = torch.zeros((), dtype=torch.float64)
-    for p, group in enumerate(groups):
-        first = second = torch.ones_like(group.probability)
-        if coupled:
-            law = _others(laws, p)
-            first, second = _scales(
-                estimator.aggregation, group.tokens, law, problem.prompts, group_size
-            )
-        mean, square = _one_prompt(estimator, group, scale[p : p + 1], first, second)
-        means.append(mean.view_as(problem.logits[0]))
-        variance = variance + square - mean.square().sum()
-    return torch.stack(means), variance
+    Args:
+        estimator: its corrections weigh the scores.
+        group: classes of one prompt.
+        leaf: a factor of each response, or None.
+    """
+
+    def __init__(
+        self, estimator: Estimator, group: Groups, leaf: Float[Tensor, "1 M"] | None
+    ) -> None:
+        self.group = group
+        self.signs = (1.0, -1.0) if reads_sign(estimator) else (1.0,)
+        members, shape = group.members, group.walk.probability.shape
+        x = group.mass.new_empty((len(self.signs) * len(members), *shape))
+        squares = []
+        for sign, out in zip(self.signs, x.split(len(members)), strict=True):
+            weights = tree_weights(estimator, group.walk, sign, leaf)
+            squares += [response_moments(group.walk, weights, sign, members, members, out=out)[1]]
+        self.mean = x.flatten(1)
+        self.gram = self.mean @ self.mean.T
+        mass = torch.cat([group.mass] * len(self.signs))
+        self.spread = torch.cat(squares).squeeze(1) - self.gram.diagonal() / mass
+
+    def moments(
+        self, first: Float[Tensor, " C"], second: Float[Tensor, " C"]
+    ) -> tuple[Float[Tensor, " NV"], Float[Tensor, ""]]:
+        """Mean and mean square of the prompt's part, from the denominators' moments by group."""
+        share, advantages = self.group.share, self.group.advantages
+        if len(self.signs) > 1:
+            share = torch.cat([share, share], 1)
+            advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
+        total = share * advantages
+        square = (total * advantages) @ self.spread + ((total @ self.gram) * total).sum(1)
+        mean = ((self.group.probability * first) @ total) @ self.mean
+        return mean, (self.group.probability * second) @ square
+
+    def drift(self, first: Float[Tensor, " C"]) -> Float[Tensor, " NV"]:
+        """Mean with advantage 1 and nothing refused: that of the counts."""
+        share = self.group.share
+        return ((self.group.chance * first) @ share) @ self.mean[: share.shape[1]]
 
 
 def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
-    """Mean and variance from counts of classes, prompt by prompt."""
-    mean, variance = _mean_and_variance(estimator, problem, group_size)
-    equal = replace(problem, rewards=torch.ones_like(problem.rewards))
-    drift, _ = _mean_and_variance(unit(estimator), equal, group_size)
-    return Moments(mean=mean, variance=variance, drift=drift)
+    """Mean and variance from counts of classes, prompt by prompt.
+
+    The drift needs no second pass: with advantage 1 and nothing refused the mean is that of the
+    counts, with the contributions of a positive advantage.
+    """
+    groups = [Groups(estimator, problem.select(p), group_size) for p in range(problem.prompts)]
+    scale, leaf = 1.0, None
+    if not counts_tokens(estimator):
+        scale, leaf = response_scale(estimator.aggregation, problem, group_size)
+    means, drifts, variance = [], [], 0.0
+    for p, group in enumerate(groups):
+        one = Contributions(estimator, group, None if leaf is None else leaf[p : p + 1])
+        first = second = plain = torch.ones_like(group.chance)
+        if counts_tokens(estimator):
+            first, second = _scales(estimator.aggregation, groups, p, conditioned=True)
+            plain, _ = _scales(estimator.aggregation, groups, p, conditioned=False)
+        mean, square = one.moments(first, second)
+        means.append(mean)
+        drifts.append(one.drift(plain))
+        variance = variance + square - mean @ mean
+    return Moments(
+        mean=scale * torch.stack(means).view_as(problem.logits),
+        variance=scale**2 * variance,
+        drift=scale * torch.stack(drifts).view_as(problem.logits),
+    )
 
 
 def count_classes(estimator: Estimator, problem: Problem, group_size: int) -> float:
     """Compositions that `classes` would list, over all prompts."""
-    coupled = estimator.aggregation.traits.scope in ("group", "batch")
-    sizes = len(problem.lengths[0].unique()) if coupled else 1
     total = 0.0
-    for rewards in problem.rewards:
-        total += ways(len(levels(rewards)) * sizes, group_size)
+    for kinds in problem.kinds:
+        apart = counts_tokens(estimator) or len(problem.sizes) == 1
+        total += ways(len(kinds if apart else kinds[:, 0].unique()), group_size)
     return total

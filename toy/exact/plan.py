@@ -10,7 +10,7 @@ import torch
 
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
 from windage.estimators.estimator import Estimator
-from windage.toy.exact.classes import classes, count_classes, levels
+from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import affine, by_response
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
@@ -97,7 +97,7 @@ def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[s
     if estimator.advantage.traits.scope == "batch":
         return f"{estimator.advantage.name} couples prompts", 0.0
     terms = count_classes(estimator, problem, group_size)
-    kinds = max(len(levels(r)) for r in problem.rewards)
+    kinds = max(len(kinds) for kinds in problem.kinds)
     cost = terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
     return None, cost
 

@@ -13,12 +13,13 @@ the features r^0, r^1, r^2 only (`affine`), whatever the group size and the numb
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
@@ -29,7 +30,10 @@ from windage.toy.problems import Problem, Tree
 
 
 def pull_back(
-    visits: Float[Tensor, "*batch N V"], probability: Float[Tensor, "*#batch N V"]
+    visits: Float[Tensor, "*batch N V"],
+    probability: Float[Tensor, "*#batch N V"],
+    *,
+    out: Tensor | None = None,
 ) -> Float[Tensor, "*batch N V"]:
     """Sum of coefficient times score by the logits of each prefix: c - pi * sum(c).
 
@@ -37,12 +41,12 @@ def pull_back(
         >>> pull_back(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.25, 0.75]]))
         tensor([[ 0.7500, -0.7500]])
     """
-    return visits - probability * visits.sum(-1, keepdim=True)
+    return torch.addcmul(visits, probability, visits.sum(-1, keepdim=True), value=-1.0, out=out)
 
 
 @final
 class Walk:
-    """The sampler's measure on a problem's tree and the log-ratios along it.
+    """The sampler's measure on a problem's tree and the log-ratios along it, each made when asked.
 
     A token, prefix or response counts as never drawn where its behavior probability is 0 in
     float64; its log-ratio is set to 0 there, so that nothing non-finite meets a zero.
@@ -51,53 +55,48 @@ class Walk:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tree: Tree = problem.tree
-        self.probability = problem.logp.exp()
-        self.behavior = problem.behavior_logp.exp()
-        seen = self.behavior > 0
-        ratio = problem.logp - problem.behavior_logp.masked_fill(~seen, 0.0)
-        self.log_ratio = ratio.masked_fill(~seen, 0.0)
+        self._visits: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _descend(self, root: Tensor, step: Tensor, *, product: bool) -> Tensor:
-        """Sums (products) along paths, at each token: `[P N V]`."""
-        levels = []
+    @cached_property
+    def probability(self) -> Float[Tensor, "P N V"]:
+        """Probability of each token under the policy."""
+        return self.problem.logp.exp()
+
+    @cached_property
+    def behavior(self) -> Float[Tensor, "P N V"]:
+        """Probability of each token under the sampler."""
+        if self.problem.behavior_logp is self.problem.logp:
+            return self.probability
+        return self.problem.behavior_logp.exp()
+
+    @cached_property
+    def log_ratio(self) -> Float[Tensor, "P N V"]:
+        """Log-ratio of policy to sampler at each token, 0 where it is never drawn."""
+        return _zero_unless(self.behavior, self.problem.logp - self.problem.behavior_logp)
+
+    def _descend(self, root: Tensor, step: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        """Sums or products along paths, at each token: `[P N V]`."""
+        if self.tree.horizon == 1:
+            return step
+        out = torch.empty_like(step)
         for t in range(self.tree.horizon):
-            here = step[:, self.tree.level(t)]
-            value = root.unsqueeze(-1) * here if product else root.unsqueeze(-1) + here
-            levels.append(value)
+            level = self.tree.level(t)
+            value = combine(root.unsqueeze(-1), step[:, level], out=out[:, level])
             if t + 1 < self.tree.horizon:
                 root = self.tree.descend(value)
-        return torch.cat(levels, -2) if len(levels) > 1 else levels[0]
+        return out
 
     @cached_property
     def flow(self) -> Float[Tensor, "P N V"]:
         """Probability under the sampler to reach each token."""
         one = self.behavior.new_ones((self.problem.prompts, 1))
-        return self._descend(one, self.behavior, product=True)
+        return self._descend(one, self.behavior, torch.mul)
 
     @cached_property
     def path_ratio(self) -> Float[Tensor, "P N V"]:
         """Log-ratio summed up to and including each token; 0 where the path is never drawn."""
         zero = self.behavior.new_zeros((self.problem.prompts, 1))
-        total = self._descend(zero, self.log_ratio, product=False)
-        return total.masked_fill(self.flow <= 0, 0.0)
-
-    def at_leaves(self, tokens: Float[Tensor, "P N V"]) -> Float[Tensor, "P M"]:
-        """Values at the last token of each response."""
-        if self.tree.horizon == 1:
-            return tokens[:, 0]
-        parts = []
-        for t in range(self.tree.horizon):
-            here = tokens[:, self.tree.level(t)]
-            if t == self.tree.horizon - 1:
-                parts.append(here.flatten(1))
-            elif self.tree.stop is not None:
-                parts.append(here[..., self.tree.stop])
-        return torch.cat(parts, 1)
-
-    def leaf_level(self, leaves: Tensor, t: int) -> Tensor:
-        """Responses that end at level t, `[... n V]` at the horizon, else `[... n]`."""
-        here = leaves[..., self.tree.leaf_level(t)]
-        return here.unflatten(-1, (-1, self.tree.vocab)) if t == self.tree.horizon - 1 else here
+        return _zero_unless(self.flow, self._descend(zero, self.log_ratio, torch.add))
 
     @cached_property
     def leaf_flow(self) -> Float[Tensor, "P M"]:
@@ -107,14 +106,60 @@ class Walk:
     @cached_property
     def leaf_probability(self) -> Float[Tensor, "P M"]:
         """Probability of each response under the policy."""
-        one = self.behavior.new_ones((self.problem.prompts, 1))
-        return self.at_leaves(self._descend(one, self.probability, product=True))
+        one = self.probability.new_ones((self.problem.prompts, 1))
+        return self.at_leaves(self._descend(one, self.probability, torch.mul))
 
     @cached_property
     def score_norm(self) -> Float[Tensor, "P N V"]:
         """Squared norm of each token's score: 1 - 2 pi + sum of pi^2."""
-        p = self.probability
-        return 1 - 2 * p + p.square().sum(-1, keepdim=True)
+        z = self.probability.square()
+        rest = 1 + z.sum(-1, keepdim=True)
+        return torch.mul(self.probability, -2, out=z).add_(rest)
+
+    def at_leaves(self, tokens: Float[Tensor, "P N V"]) -> Float[Tensor, "P M"]:
+        """Values at the last token of each response."""
+        tree = self.tree
+        last = tokens[:, tree.level(tree.horizon - 1)].flatten(1)
+        if tree.stop is None or tree.horizon == 1:
+            return last
+        early = [tokens[:, tree.level(t), tree.stop] for t in range(tree.horizon - 1)]
+        return torch.cat([*early, last], 1)
+
+    def leaf_level(self, leaves: Tensor, t: int) -> Tensor:
+        """Responses that end at level t, `[... n V]` at the horizon, else `[... n]`."""
+        here = leaves[..., self.tree.leaf_level(t)]
+        if t < self.tree.horizon - 1:
+            return here
+        return here.reshape(*here.shape[:-1], self.tree.going**t, self.tree.vocab)
+
+    def gather(self, leaves: Float[Tensor, "P M"]) -> Float[Tensor, "P N V"]:
+        """For each token the sum over the responses that pass it."""
+        tree = self.tree
+        here = self.leaf_level(leaves, tree.horizon - 1)
+        if tree.horizon == 1:
+            return here
+        out = leaves.new_empty((len(leaves), tree.prefixes, tree.vocab))
+        out[:, tree.level(tree.horizon - 1)] = here
+        for t in reversed(range(tree.horizon - 1)):
+            going = here.sum(-1).reshape(len(leaves), tree.going**t, tree.going)
+            here = tree.join(going, None if tree.stop is None else self.leaf_level(leaves, t))
+            out[:, tree.level(t)] = here
+        return out
+
+    def visits(self, feature: Float[Tensor, "P M"] | None) -> Float[Tensor, "P N V"]:
+        """Flow times E[f | token] for a function of the response, kept; None stands for 1."""
+        if feature is None:
+            return self.flow
+        if id(feature) not in self._visits:
+            self._visits[id(feature)] = feature, self.gather(self.leaf_flow * feature)
+        return self._visits[id(feature)][1]
+
+
+def _zero_unless(probability: Tensor, value: Tensor) -> Tensor:
+    """The value, 0 where the probability is 0."""
+    if probability.numel() == 0 or probability.amin() > 0:
+        return value
+    return value.masked_fill(probability <= 0, 0.0)
 
 
 @final
@@ -137,14 +182,19 @@ class Weights:
     centered: Float[Tensor, "P N V"] | None
 
 
-def tree_weights(estimator: Estimator, walk: Walk, sign: float) -> Weights:
+def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | None) -> Weights:
     """Call the corrections' own maps on the log-ratios that the tree supplies.
+
+    Args:
+        estimator: read for its corrections and centering.
+        walk: the sampler's measure.
+        sign: of the advantage.
+        leaf: a factor of each response, such as the aggregation's; None is 1.
 
     Raises:
         NotImplementedError: a reach or a pair of policies that trees do not know.
     """
     node: Tensor | None = None
-    leaf: Tensor | None = None
     tail: Member | None = None
     advantage = walk.behavior.new_tensor(sign)
     for correction in estimator.corrections:
@@ -180,12 +230,11 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float) -> Weights:
     return Weights(node=node, leaf=leaf, suffix=tail, centered=centered)
 
 
-def _suffix_flow(walk: Walk, map_: Member, sign: float, features: Tensor, power: int) -> Tensor:
-    """Flow times E[f map(suffix)^power | token], from pairs of a token and a response below it."""
+def _suffix_flow(walk: Walk, map_: Member, sign: float, leaves: Tensor, power: int) -> Tensor:
+    """Sum of leaves times map(suffix)^power, from pairs of a token and a response below it."""
     tree = walk.tree
-    leaves = features * walk.leaf_flow
     total = walk.at_leaves(walk.path_ratio)
-    advantage = features.new_tensor(sign)
+    advantage = leaves.new_tensor(sign)
     before = torch.zeros_like(walk.path_ratio[:, :1, 0])
     levels = []
     for t in range(tree.horizon):
@@ -231,56 +280,70 @@ def conditional(walk: Walk, features: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(tokens[::-1], -2), torch.cat(prefixes[::-1], -1)
 
 
+Feature = Float[Tensor, "P M"] | None
+
+
 def response_moments(
     walk: Walk,
     weights: Weights,
     sign: float,
-    mean_features: Float[Tensor, "F P M"],
-    norm_features: Float[Tensor, "H P M"],
+    mean_features: Sequence[Feature],
+    norm_features: Sequence[Feature],
+    *,
+    out: Float[Tensor, "F P N V"] | None = None,
 ) -> tuple[Float[Tensor, "F P N V"], Float[Tensor, "H P"]]:
     """E[f x] for each mean feature and E[h |x|^2] for each norm feature, of one response.
 
     Args:
         walk: the sampler's measure.
-        weights: of `tree_weights`; its leaf factor is applied here.
+        weights: of `tree_weights`.
         sign: of the advantage, for maps that read it.
-        mean_features: functions of the response.
-        norm_features: functions of the response.
+        mean_features: functions of the response; None stands for 1.
+        norm_features: likewise.
+        out: where to put the means.
     """
+    p = walk.probability
+    means = p.new_empty((len(mean_features), *p.shape)) if out is None else out
+    for flow, mean in zip(_flows(walk, weights, sign, mean_features, 1), means, strict=True):
+        visits = flow if weights.node is None else torch.mul(flow, weights.node, out=mean)
+        if weights.centered is not None:
+            reached = flow.sum(-1, keepdim=True)
+            visits = torch.addcmul(visits, reached, weights.centered, value=-1.0, out=mean)
+        pull_back(visits, p, out=mean)
+    if not norm_features:
+        return means, p.new_empty((0, len(p)))
+    squared = _square_norm(walk, weights)
+    flows = _flows(walk, weights, sign, norm_features, 2)
+    return means, torch.stack([dot(flow, squared) for flow in flows])
+
+
+def dot(a: Float[Tensor, "P ..."], b: Float[Tensor, "P ..."]) -> Float[Tensor, " P"]:
+    """Inner product, prompt by prompt."""
+    return torch.bmm(a.flatten(1).unsqueeze(1), b.flatten(1).unsqueeze(2)).view(-1)
+
+
+def _flows(
+    walk: Walk, weights: Weights, sign: float, features: Sequence[Feature], power: int
+) -> Sequence[Tensor]:
+    """Flow times E[f (leaf map(suffix))^power | token] for each feature f."""
+    if weights.leaf is None and weights.suffix is None:
+        return [walk.visits(f) for f in features]
+    leaves = walk.leaf_flow
     if weights.leaf is not None:
-        mean_features = mean_features * weights.leaf
-        norm_features = norm_features * weights.leaf.square()
-    z = walk.score_norm
+        leaves = leaves * weights.leaf if power == 1 else leaves * weights.leaf * weights.leaf
+    chosen = [leaves if f is None else leaves * f for f in features]
     if weights.suffix is not None:
-        mean_flow = _suffix_flow(walk, weights.suffix, sign, mean_features, 1)
-        norm_flow = _suffix_flow(walk, weights.suffix, sign, norm_features, 2)
-        if weights.node is not None:
-            mean_flow = mean_flow * weights.node
-            norm_flow = norm_flow * weights.node.square()
-        mean = pull_back(mean_flow, walk.probability)
-        return mean, (norm_flow * z).sum((-2, -1))
-    shared = norm_features is mean_features
-    at_token, at_prefix = conditional(walk, mean_features)
-    node = walk.flow if weights.node is None else walk.flow * weights.node
-    visits = at_token * node
-    if weights.centered is not None:
-        reach = _reach(walk)
-        visits = visits - (at_prefix * reach).unsqueeze(-1) * weights.centered
-    mean = pull_back(visits, walk.probability)
-    at_token = at_token if shared else conditional(walk, norm_features)[0]
-    if weights.centered is not None:
-        squared = _centered_norm(walk, weights) * walk.flow
-    else:
-        squared = z * node if weights.node is None else z * node * weights.node
-    return mean, torch.einsum("fpnv,pnv->fp", at_token, squared)
+        return list(_suffix_flow(walk, weights.suffix, sign, torch.stack(chosen), power))
+    return [walk.gather(c) for c in chosen]
 
 
-def _reach(walk: Walk) -> Tensor:
-    """Probability under the sampler to reach each prefix."""
-    tree = walk.tree
-    levels = [walk.flow.new_ones((walk.problem.prompts, 1))]
-    levels += [tree.descend(walk.flow[:, tree.level(t)]) for t in range(tree.horizon - 1)]
-    return torch.cat(levels, -1)
+def _square_norm(walk: Walk, weights: Weights) -> Float[Tensor, "P N V"]:
+    """Squared norm of each token's weighted, or centered, score."""
+    if weights.centered is not None:
+        return _centered_norm(walk, weights)
+    if weights.node is None:
+        return walk.score_norm
+    return weights.node.square().mul_(walk.score_norm)
 
 
 def _centered_norm(walk: Walk, weights: Weights) -> Tensor:
@@ -300,38 +363,44 @@ def _centered_norm(walk: Walk, weights: Weights) -> Tensor:
 
 
 def response_scale(
-    aggregation: Member, lengths: Int[Tensor, "P M"], group_size: int
-) -> Float[Tensor, "P M"]:
-    """Coefficient of each response under an aggregation that looks at its own length only."""
-    sizes, index = lengths.unique(return_inverse=True)
-    shape = (len(sizes), lengths.shape[0], group_size)
-    table = aggregation(sizes[:, None, None].expand(shape), torch.ones(shape, dtype=torch.bool))
-    return table[:, 0, 0][index]
+    aggregation: Member, problem: Problem, group_size: int
+) -> tuple[float, Float[Tensor, "P M"] | None]:
+    """Coefficient of each response under an aggregation that looks at its own length only.
+
+    One number and None where all have the same, else 1 and a number for each response.
+    """
+    sizes = problem.sizes
+    shape = (len(sizes), problem.prompts, group_size)
+    lengths = sizes[:, None, None].expand(shape)
+    scale = aggregation(lengths, torch.ones(shape, dtype=torch.bool))[:, 0, 0]
+    if len(sizes) == 1 or bool((scale == scale[0]).all()):
+        return float(scale[0]), None
+    by_length = scale.new_zeros(int(sizes[-1]) + 1).index_put((sizes,), scale)
+    return 1.0, by_length[problem.lengths]
 
 
 def affine_coefficients(advantage: Member, group_size: int, center: float) -> tuple[float, ...]:
     """Read alpha, beta, gamma of A_i = alpha (r_i - c) + beta sum of others' (r_j - c) + gamma."""
-    rewards = torch.full((2, 1, group_size), center, dtype=torch.float64)
-    rewards[1, 0, 0] += 1
+    rewards = torch.zeros((3, 1, group_size), dtype=torch.float64)
+    rewards[1, 0, 0] = 1.0
+    rewards[2] = center
     present = torch.ones_like(rewards, dtype=torch.bool)
-    base, probe = advantage(rewards, present).squeeze(1).tolist()
+    base, probe, middle = advantage(rewards, present).squeeze(1).tolist()
     beta = probe[1] - base[1] if group_size > 1 else 0.0
-    return probe[0] - base[0], beta, base[0]
+    return probe[0] - base[0], beta, middle[0]
 
 
 def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     """Mean and variance where the advantage is affine in the rewards and no map reads its sign."""
     walk = Walk(problem)
-    weights = tree_weights(estimator, walk, 1.0)
-    scale = response_scale(estimator.aggregation, problem.lengths, group_size)
-    center = float(problem.rewards.mean())
+    scale, leaf = response_scale(estimator.aggregation, problem, group_size)
+    weights = tree_weights(estimator, walk, 1.0, leaf)
+    center = problem.rewards.mean()
     r = problem.rewards - center
-    powers = torch.stack([torch.ones_like(r), r, r.square()])
-    flow = walk.leaf_flow
-    first, second = (flow * r).sum(-1), (flow * r.square()).sum(-1)
-    x, q = response_moments(walk, weights, 1.0, powers * scale, powers * scale.square())
-
-    alpha, beta, gamma = affine_coefficients(estimator.advantage, group_size, center)
+    powers = (None, r, r.square())
+    x, q = response_moments(walk, weights, 1.0, powers, powers)
+    first, second = (dot(walk.leaf_flow, f) for f in powers[1:])
+    alpha, beta, gamma = affine_coefficients(estimator.advantage, group_size, float(center))
     g = float(group_size)
 
     def siblings(count: float) -> tuple[Tensor, Tensor]:
@@ -340,42 +409,42 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
         spread = beta**2 * count * (second - first.square())
         return mean, mean.square() + spread
 
-    def dot(a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).sum((-2, -1))
-
     u1, u2 = siblings(g - 1)
-    mean = g * (alpha * x[1] + u1[:, None, None] * x[0])
-    own = alpha**2 * q[2] + 2 * alpha * u1 * q[1] + u2 * q[0]
-    total = g * own
+    mean = alpha * x[1] + u1[:, None, None] * x[0]
+    square = g * (alpha**2 * q[2] + 2 * alpha * u1 * q[1] + u2 * q[0])
     if group_size > 1:
         v1, v2 = siblings(g - 2)
-        cross = (
+        square = square + g * (g - 1) * (
             (alpha**2 + beta**2) * dot(x[1], x[1])
             + 2 * alpha * beta * dot(x[2], x[0])
             + 2 * (alpha + beta) * v1 * dot(x[1], x[0])
             + v2 * dot(x[0], x[0])
         )
-        total = total + g * (g - 1) * cross
-    return Moments(mean=mean, variance=(total - dot(mean, mean)).sum(), drift=g * x[0])
+    variance = scale**2 * (square - g**2 * dot(mean, mean)).sum()
+    return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * x[0])
+
+
+def reads_sign(estimator: Estimator) -> bool:
+    """Whether some map looks at the sign of the advantage."""
+    return any(c.map.traits.reads == "sign" for c in estimator.corrections)
 
 
 def by_response(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     """Mean and variance where the advantage looks at its own response only."""
     walk = Walk(problem)
-    scale = response_scale(estimator.aggregation, problem.lengths, group_size)
+    scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     advantages = estimator.advantage(problem.rewards, torch.ones_like(problem.rewards).bool())
-    reads = any(c.map.traits.reads == "sign" for c in estimator.corrections)
-    mean = torch.zeros_like(problem.logits)
-    norm = problem.rewards.new_zeros(problem.prompts)
-    drift = torch.zeros_like(mean)
-    for sign in (1.0, -1.0) if reads else (1.0,):
-        mine = advantages if not reads else advantages * (advantages * sign >= 0)
-        factor = mine * scale
-        weights = tree_weights(estimator, walk, sign)
-        features = torch.stack([factor, scale]) if sign > 0 else factor.unsqueeze(0)
-        x, q = response_moments(walk, weights, sign, features, factor.square().unsqueeze(0))
-        mean, norm = mean + x[0], norm + q[0]
-        drift = x[1] if sign > 0 else drift
+    split = [(1.0, advantages)]
+    if reads_sign(estimator):
+        split = [(1.0, advantages.clamp(min=0)), (-1.0, advantages.clamp(max=0))]
+    parts = []
+    for sign, mine in split:
+        weights = tree_weights(estimator, walk, sign, leaf)
+        wanted = (mine, None) if sign > 0 else (mine,)
+        parts.append(response_moments(walk, weights, sign, wanted, (mine.square(),)))
+    (mean, drift), (norm,) = parts[0]
+    for (more,), (again,) in parts[1:]:
+        mean, norm = mean + more, norm + again
     g = float(group_size)
-    variance = g * (norm - mean.square().sum((-2, -1)))
-    return Moments(mean=g * mean, variance=variance.sum(), drift=g * drift)
+    variance = scale**2 * g * (norm - dot(mean, mean)).sum()
+    return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * drift)

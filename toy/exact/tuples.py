@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from windage.estimators.advantage import constant
@@ -47,7 +47,7 @@ def compositions(parts: int, total: int) -> Int[Tensor, "M parts"]:
 
 
 def multinomial(
-    counts: Int[Tensor, "M R"], probability: Float[Tensor, " R"]
+    counts: Shaped[Tensor, "M R"], probability: Float[Tensor, " R"]
 ) -> Float[Tensor, " M"]:
     """Probability of each row of counts.
 
