@@ -15,6 +15,8 @@ Differences:
     4. A sequence ratio is the product; the geometric mean is a reach of its own.
     5. `clip` is the coefficient of PPO's surrogate, with strict inequalities; verl's and TRL's
        surrogates have this very gradient.
+    6. A ratio within rounding of a limit (`EDGE` units in the last place of its log) counts as at
+       the limit, which is inside; frameworks let the last digit decide.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from torch import Tensor
 
 from windage.estimators.errors import ordered, positive, within
 from windage.estimators.member import Member, Scope, declare, use
+
+EDGE = 64
 
 
 @runtime_checkable
@@ -130,6 +134,18 @@ def geometric(
     return trajectory(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
+def _above(effective: Tensor, limit: float) -> Tensor:
+    """exp(e) > limit, by more than rounding."""
+    edge = math.log(limit) if limit > 0 else -math.inf
+    return effective > edge + EDGE * torch.finfo(effective.dtype).eps
+
+
+def _below(effective: Tensor, limit: float) -> Tensor:
+    """exp(e) < limit, by more than rounding."""
+    edge = math.log(limit) if limit > 0 else -math.inf
+    return effective < edge - EDGE * torch.finfo(effective.dtype).eps
+
+
 @declare("token")
 def none(
     effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
@@ -217,8 +233,8 @@ def band(
     References:
         Ling team, 2025, arXiv:2510.18855.
     """
-    weight = effective.exp()
-    return torch.where(keep(effective, advantages, low=low, high=high) > 0, weight, 0.0)
+    kept = keep(effective, advantages, low=low, high=high)
+    return torch.where(kept > 0, effective.exp(), 0.0)
 
 
 @declare("token")
@@ -241,8 +257,7 @@ def keep(
         tensor([1., 0.])
     """
     ordered(low=low, high=high)
-    weight = effective.exp()
-    return ((weight >= low) & (weight <= high)).to(weight.dtype)
+    return (~_below(effective, low) & ~_above(effective, high)).to(effective.dtype)
 
 
 @declare("token", reads="sign")
@@ -273,10 +288,9 @@ def clip(
         Schulman et al., 2017, arXiv:1707.06347; Yu et al., 2025, arXiv:2503.14476 (clip_high).
     """
     within(0, math.inf, clip_low=clip_low, clip_high=clip_high)
-    weight = effective.exp()
-    above = (advantages > 0) & (weight > 1 + clip_high)
-    below = (advantages < 0) & (weight < 1 - clip_low)
-    return torch.where(above | below, 0.0, weight)
+    above = (advantages > 0) & _above(effective, 1 + clip_high)
+    below = (advantages < 0) & _below(effective, 1 - clip_low)
+    return torch.where(above | below, 0.0, effective.exp())
 
 
 @declare("token", reads="sign")
@@ -307,7 +321,7 @@ def dual_clip(
     """
     positive(cap=cap)
     weight = clip(effective, advantages, clip_low=clip_low, clip_high=clip_high)
-    return torch.where((advantages < 0) & (weight > cap), 0.0, weight)
+    return torch.where((advantages < 0) & _above(effective, cap), 0.0, weight)
 
 
 @declare("token", reads="sign")
