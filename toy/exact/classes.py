@@ -199,7 +199,7 @@ def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     scale, leaf = 1.0, None
     if not counts_tokens(estimator):
         scale, leaf = response_scale(estimator.aggregation, problem, group_size)
-    means, drifts, variance = [], [], 0.0
+    means, drifts, variance = [], [], problem.rewards.new_zeros(())
     for p, group in enumerate(groups):
         one = Contributions(estimator, group, None if leaf is None else leaf[p : p + 1])
         first = second = plain = torch.ones_like(group.chance)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -39,16 +39,21 @@ class Plan:
     reason: str
 
 
+LACKS = {
+    "values": "values",
+    "reference_logp": "a reference policy",
+    "proximal_logp": "a proximal policy",
+    "elapsed": "times",
+}
+INERT = {"versions", "truncated", "elapsed"}
+
+
 def undefined(estimator: Estimator, problem: Problem, group_size: int) -> str | None:
     """Why an estimator has no meaning on a problem at all, or None."""
-    if "values" in estimator.needs:
-        return "needs values, which a problem does not have"
-    if "reference_logp" in estimator.needs:
-        return "needs a reference policy, which a problem does not have"
-    if any(
-        "proximal_logp" in (c.numerator, c.denominator) for c in estimator.corrections if not c.idle
-    ):
-        return "needs a proximal policy, which a problem does not have"
+    needs = replace(estimator, admission=()).needs
+    for field, words in LACKS.items():
+        if field in needs:
+            return f"needs {words}, which a problem does not have"
     if estimator.advantage.traits.scope != "response" and group_size < 2:
         return f"group 0 has size {group_size}; {estimator.name} needs groups of at least 2"
     return None
@@ -63,10 +68,14 @@ def _recursion(estimator: Estimator) -> str | None:
             return f"{correction.map.name} reads the advantage's value"
     if sum(c.reach.function is suffix and not c.idle for c in estimator.corrections) > 1:
         return "two suffix ratios"
-    if estimator.active_penalties:
-        shaping = [m.name for m in estimator.active_penalties if dict(m.settings).get("length")]
-        if shaping:
-            return f"{shaping[0]} changes rewards by length"
+    for penalty in estimator.active_penalties:
+        if dict(penalty.settings).get("length", penalty) is not None:
+            return f"{penalty.name} changes rewards or coefficients by token or length"
+    for admission in estimator.admission:
+        if not admission.traits.refill and INERT.isdisjoint(admission.traits.needs):
+            return f"{admission.name} looks at the tokens of each response"
+    if not {"rewards", "outcomes", "present"}.issuperset(estimator.advantage.traits.needs):
+        return f"{estimator.advantage.name} looks at more than rewards"
     return None
 
 
@@ -121,6 +130,15 @@ OPTIONS: dict[str, Callable[[Estimator, Problem, int], tuple[str | None, float]]
 }
 
 
+RUNS: dict[str, Callable[[Estimator, Problem, int], Moments]] = {
+    "by_response": by_response,
+    "affine": affine,
+    "classes": classes,
+    "compositions": multisets,
+    "tuples": tuples,
+}
+
+
 def options(estimator: Estimator, problem: Problem, group_size: int) -> list[Option]:
     """What each exact engine says about an estimator on a problem."""
     found = []
@@ -154,7 +172,8 @@ def exact(estimator: Estimator, problem: Problem, group_size: int, engine: str) 
     """Run one exact engine.
 
     Raises:
-        Undefined: the engine is not valid here, or the estimator has no meaning here.
+        Undefined: the engine is not valid here, the estimator has no meaning here, or a ratio of
+            policy to sampler is so large that a moment overflows float64.
     """
     if why := undefined(estimator, problem, group_size):
         raise Undefined(why)
@@ -164,10 +183,11 @@ def exact(estimator: Estimator, problem: Problem, group_size: int, engine: str) 
     if refusal is not None:
         raise Undefined(f"engine {engine} is not valid: {refusal}")
     if engine == "prefix_tree":
-        run = by_response if estimator.advantage.traits.scope == "response" else affine
-        return run(estimator, problem, group_size)
-    listing = {"classes": classes, "compositions": multisets, "tuples": tuples}
-    return listing[engine](estimator, problem, group_size)
+        engine = "by_response" if estimator.advantage.traits.scope == "response" else "affine"
+    found = RUNS[engine](estimator, problem, group_size)
+    if not bool(torch.isfinite(found.variance + found.drift.sum())):
+        raise Undefined("a ratio of policy to sampler overflows float64")
+    return replace(found, variance=found.variance.clamp(min=0.0))
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -95,7 +95,7 @@ class Responses:
     def batch(self, index: Int[Tensor, "M P G"], *, head: bool) -> Batch:
         """The batch that holds the responses of the given numbers."""
         p = torch.arange(self.problem.prompts)[:, None]
-        heads = {}
+        heads: dict[str, Any] = {}
         if head:
             at = self.prefix.clamp(min=0)[index]
             heads = {
