@@ -284,11 +284,10 @@ def refuse_size(shape: Shape, prompts: int = 1) -> None:
     """
     numbers = shape.numbers(prompts)
     if numbers > MOST_NUMBERS:
-        size = "more than 1e+300" if math.isinf(numbers) else f"{numbers:.3g}"
-        memory = "" if math.isinf(numbers) else f", {numbers * 8 / 2**30:.3g} GiB"
+        more, numbers = ("more than ", FARTHEST) if math.isinf(numbers) else ("", numbers)
         raise BadInput(
-            f"vocab {_short(shape.vocab)} and horizon {_short(shape.horizon)} need {size} logits "
-            f"and rewards{memory}; allowed: at most {MOST_NUMBERS:,}"
+            f"vocab {shape.vocab:.10g} and horizon {shape.horizon:.10g} need {more}{numbers:.3g} "
+            f"logits and rewards, {numbers * 8 / 2**30:.3g} GiB; allowed: at most {MOST_NUMBERS:,}"
         )
 
 
