@@ -50,6 +50,7 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "path",
     "path.simplify": False,
 }
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 DPI = 200
 BLANK = ("Date", "Creator", "Format", "Type")
 
@@ -97,14 +98,16 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
+    settings: dict[Any, Any] = {**matplotlib.rcParamsDefault, **STYLE}
+    with matplotlib.rc_context(settings):
         canvas = Canvas(figsize=size)
         FigureCanvasAgg(canvas)
         later = list(paint(canvas))
         canvas.draw_without_rendering()
-        canvas.set_layout_engine("none")
         for action in later:
             action()
+        canvas.draw_without_rendering()
+        canvas.set_layout_engine("none")
         png, svg = io.BytesIO(), io.BytesIO()
         canvas.savefig(png, format="png", dpi=DPI, metadata={"Software": None})
         canvas.savefig(svg, format="svg", metadata=dict.fromkeys(BLANK))
@@ -142,7 +145,8 @@ def key(figure: Any, families: Iterable[str], place: str = "upper") -> None:
     """One line that names the families, above the panels or below ("lower")."""
     from matplotlib.lines import Line2D
 
-    names = [name for name in FAMILIES if name in set(families)]
+    wanted = set(families)
+    names = [name for name in FAMILIES if name in wanted]
     handles = [
         Line2D([], [], color=FAMILIES[n][0], marker=FAMILIES[n][1], ls="", ms=6) for n in names
     ]
@@ -187,6 +191,7 @@ def label_points(
                 if abs(dx) > 9
                 else None,
             )
+            note.set_in_layout(False)
             box = note.get_window_extent(renderer).expanded(1.02, 1.0)
             fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 + 12 * unit
             fits = fits and inside.y0 <= box.y0 and box.y1 <= inside.y1
@@ -221,41 +226,55 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
     return places
 
 
-def name_lines(axes: Any, ends: Sequence[tuple[float, str, str]], x: float) -> None:
-    """Write the name of each line at its right end, apart from one another.
+def name_lines(
+    axes: Any, xs: Sequence[float], series: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Write the name of each line at its last point, apart from one another.
 
     Args:
         axes: with limits already set.
-        ends: y in data, text, colour.
-        x: the right end, in data.
+        xs: shared by all lines.
+        series: values by name; None is a gap.
     """
-    if not ends:
-        return
-    place = axes.transData
-    points = [float(place.transform((x, y))[1]) for y, _, _ in ends]
+    ends: dict[float, list[tuple[float, str]]] = {}
+    for name, values in series.items():
+        last = [(x, v) for x, v in zip(xs, values, strict=True) if v is not None][-1:]
+        for x, y in last:
+            ends.setdefault(x, []).append((y, name))
     dpi = axes.get_figure(root=True).dpi
-    height = 9.5 * dpi / 72
-    for (y, text, colour), at, target in zip(ends, points, spread(points, height), strict=True):
-        axes.annotate(
-            text,
-            (x, y),
-            (7, (target - at) * 72 / dpi),
-            textcoords="offset points",
-            va="center",
-            fontsize=7.5,
-            color=colour,
-            annotation_clip=False,
-        )
+    for x, names in ends.items():
+        points = [float(axes.transData.transform((x, y))[1]) for y, _ in names]
+        places = spread(points, 9.5 * dpi / 72)
+        for (y, name), at, target in zip(names, points, places, strict=True):
+            axes.annotate(
+                name,
+                (x, y),
+                (7, (target - at) * 72 / dpi),
+                textcoords="offset points",
+                va="center",
+                fontsize=7.5,
+                color=FAMILIES[family(name)][0],
+                annotation_clip=False,
+            )
 
 
 def lines(
     axes: Any, xs: Sequence[float], series: Mapping[str, Sequence[float | None]], **settings: Any
 ) -> None:
-    """One line an estimator in its family's colour and marker; None leaves a gap."""
+    """One line an estimator in its family's colour and marker, apart by dashes inside a family.
+
+    None leaves a gap.
+    """
+    seen: dict[str, int] = {}
     for name, values in series.items():
-        colour, marker = FAMILIES[family(name)]
+        kind = family(name)
+        colour, marker = FAMILIES[kind]
+        dash = DASHES[seen.setdefault(kind, 0) % len(DASHES)]
+        seen[kind] += 1
         ys = [float("nan") if v is None else v for v in values]
-        axes.plot(xs, ys, color=colour, marker=marker, ms=4, lw=1.4, clip_on=False, **settings)
+        axes.plot(
+            xs, ys, color=colour, marker=marker, ms=4, lw=1.4, ls=dash, clip_on=False, **settings
+        )
 
 
 def apt_scale(axes: Any, side: str, values: Sequence[float]) -> None:
@@ -269,7 +288,7 @@ def apt_scale(axes: Any, side: str, values: Sequence[float]) -> None:
         getattr(axes, f"set_{side}scale")("log")
     elif min(values) >= 0:
         threshold = max(min(positive), max(positive) * 1e-6)
-        getattr(axes, f"set_{side}scale")("symlog", linthresh=threshold)
+        getattr(axes, f"set_{side}scale")("symlog", linthresh=threshold, linscale=0.4)
         getattr(axes, f"set_{side}lim")(left=0) if side == "x" else axes.set_ylim(bottom=0)
     if side == "x" and len(values) <= 12:
         axes.set_xticks(values, [f"{v:g}" for v in values])
@@ -288,6 +307,25 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
         if not best or point[1] < best[-1][1]:
             best.append(point)
     return best
+
+
+def aside(axes: Any, said: Mapping[str, Sequence[str]], most: int = 3) -> None:
+    """Say in the upper right corner which names are not shown, and why.
+
+    Args:
+        axes: to write on.
+        said: names by reason; empty ones are passed over.
+        most: names written out.
+    """
+    lines = []
+    for why, names in said.items():
+        rest = f" +{len(names) - most}" if len(names) > most else ""
+        lines += [f"{why}: {', '.join(names[:most])}{rest}"] if names else []
+    axes.text(
+        0.98, 0.985, "\n".join(lines), transform=axes.transAxes, ha="right", va="top",
+        fontsize=6.8, color=GREY, linespacing=1.35, zorder=0.5,
+        bbox={"fc": "white", "ec": "none", "pad": 1},
+    )  # fmt: skip
 
 
 ROOT_TICKS = (0, 0.1, 0.5, 1, 2, 4, 8, 16)
@@ -316,6 +354,7 @@ def bias_against_noise(
         getattr(axes, f"set_{side}lim")(0, limit)
         ticks = [t for t in ROOT_TICKS if t <= limit]
         getattr(axes, f"set_{side}ticks")(ticks, [f"{t:g}" for t in ticks])
+    before = 0.0
     for share in (0.9, 0.75, 0.5, 0.25, 0.1):
         radius = (1 / share - 1) ** 0.5
         if radius >= limit:
@@ -323,6 +362,9 @@ def bias_against_noise(
         angle = np.linspace(0, np.pi / 2, 200)
         x, y = radius * np.cos(angle), radius * np.sin(angle)
         axes.plot(x, y, color=PALE, lw=0.9, zorder=0)
+        if (radius / limit) ** 0.5 - before < 0.085:
+            continue
+        before = (radius / limit) ** 0.5
         axes.text(
             radius, 0.008 * limit, f"{100 * share:.0f} %", color=GREY, fontsize=6.8, ha="center",
             va="center", bbox={"fc": "white", "ec": "none", "pad": 0.6},

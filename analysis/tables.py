@@ -67,6 +67,8 @@ def text(value: Any, *, percent: bool = False) -> str:
     Example:
         >>> [text(v) for v in (None, 0.0, 3e-17, 0.12345, 67890.0, 12, {"cap": 2.0})]
         ['–', '0', '<1e-10', '0.123', '6.79e4', '12', 'cap=2']
+        >>> text(1.0), text(1 - 1e-15), text(0.99996), text(0.9996)
+        ('1', '1', '1-4e-05', '1-4e-04')
         >>> text(0.256, percent=True), text(0.004, percent=True), text(0.0, percent=True)
         ('26 %', '<1 %', '0 %')
     """
@@ -86,6 +88,8 @@ def text(value: Any, *, percent: bool = False) -> str:
         return f"{value:.0f}"
     if abs(value) < NOISE:
         return f"<{NOISE:.0e}"
+    if NOISE < abs(abs(value) - 1) < 5e-4:
+        return f"{'-' if value < 0 else ''}1{abs(value) - 1:+.0e}"
     if 1e-4 <= abs(value) < 9999.5:
         return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
     mantissa, exponent = f"{value:.2e}".split("e")

@@ -60,7 +60,7 @@ class Rendered:
         yield Text(self.title, style="bold")
         grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
         for column in kept:
-            side = "right" if self.table.is_number(column) else "left"
+            side: Any = "right" if self.table.is_number(column) else "left"
             grid.add_column(column.label, justify=side, no_wrap=True, overflow="fold")
         for i in range(len(self.table.rows)):
             grid.add_row(*(self._cell(i, column) for column in kept))

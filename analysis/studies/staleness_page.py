@@ -18,6 +18,7 @@ Document = Mapping[str, Any]
 LEADING = ("token_is", "trajectory_is", UNCORRECTED, "starting_point", "grpo", "cispo")
 FOLLOWED = (UNCORRECTED, "token_is", "trajectory_is", "starting_point", "centered", "grpo")
 MIDDLE = 8
+WRONG, BEYOND = "point the wrong way", "beyond the axes"
 FORMULA = """\
 bias     = |E g / scale - grad J| / |grad J|            scale = <E g, grad J> / <grad J, grad J>
 noise    = sqrt(trace Cov g) / (scale |grad J|)         for N responses: divided by sqrt(N / batch)
@@ -112,24 +113,15 @@ def paint_tradeoff(
         if row["scale"] > 0
     ]
     name_them = plots.bias_against_noise(axes, points, named=LEADING, limit=limit)
-    lost = [name for name, row in here.items() if row["scale"] <= 0]
-    far = [name for bias, noise, name in points if max(bias, noise) > limit]
-    notes = [
-        f"{words}: {_listed(names)}"
-        for words, names in (("point the wrong way", lost), ("beyond the axes", far))
-        if names
-    ]
+    plots.aside(
+        axes,
+        {
+            WRONG: [name for name, row in here.items() if row["scale"] <= 0],
+            BEYOND: [name for bias, noise, name in points if max(bias, noise) > limit],
+        },
+    )
     axes.set_title(f"{length} tokens, lag {lag}")
-    axes.text(
-        0.98, 0.985, "\n".join(notes), transform=axes.transAxes, ha="right", va="top",
-        fontsize=6.8, color=GREY, linespacing=1.35, bbox={"fc": "white", "ec": "none", "pad": 1},
-    )  # fmt: skip
     return name_them
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} +{len(names) - most}"
 
 
 def overview(document: Document) -> Figure:
@@ -139,9 +131,11 @@ def overview(document: Document) -> Figure:
     lengths = (study.lengths[0], study.lengths[-2], study.lengths[-1])
 
     def paint(figure: Any) -> list[Later]:
-        later = []
+        later: list[Later] = []
         above, below = figure.subfigures(2, 1, height_ratios=(1.12, 1))
-        plots.heading(above, f"Bias against noise of every entry, {responses} responses an update")
+        plots.heading(
+            above, f"Bias against noise, {responses} responses an update (curves: equal progress)"
+        )
         plots.heading(
             below,
             f"Who makes most progress, in % of the exact gradient's (brackets: {UNCORRECTED})",
@@ -165,7 +159,8 @@ def overview(document: Document) -> Figure:
         paint,
         size=(11, 8),
         caption=f"Above: every entry of the catalogue at lag {MIDDLE}; curves join equal "
-        "progress, the dashed line the entries that nothing beats in both. Below: which family "
+        "progress, the dashed line the entries that nothing beats in both; '+1': one more entry at "
+        "the same point; axes by square root. Below: which family "
         f"makes most progress, how much in % of the exact gradient's, and {UNCORRECTED}'s in "
         f"brackets. {how(document)}",
         alt=" ".join(document["reading"]),
@@ -204,7 +199,7 @@ def tradeoff_figure(document: Document) -> Figure:
     lengths = (study.lengths[0], study.lengths[-2], study.lengths[-1])
 
     def paint(figure: Any) -> list[Later]:
-        later = []
+        later: list[Later] = []
         plots.key(figure, {family(row["estimator"]) for row in document["rows"]})
         grid = figure.subplots(len(lengths), len(lags), sharex=True, sharey=True)
         for line, length in zip(grid, lengths, strict=True):
@@ -233,7 +228,7 @@ def batch_figure(document: Document) -> Figure:
     sizes = [study.batch * 2**k for k in range(2, 13)]
 
     def paint(figure: Any) -> list[Later]:
-        later = []
+        later: list[Later] = []
         axes_of = figure.subplots(1, len(study.lengths), sharey=True)
         for axes, length in zip(axes_of, study.lengths, strict=True):
             series = {
@@ -246,8 +241,7 @@ def batch_figure(document: Document) -> Figure:
             plots.lines(axes, sizes, series, markevery=2)
             axes.set_title(f"{length} tokens, lag {MIDDLE}")
             axes.set_xlabel("responses an update")
-            ends = [(ys[-1], name, FAMILIES[family(name)][0]) for name, ys in series.items()]
-            later.append(partial(plots.name_lines, axes, ends, sizes[-1]))
+            later.append(partial(plots.name_lines, axes, sizes, series))
             here = study.at(length, MIDDLE)
             meet = crossing(here["trajectory_is"], here["token_is"])
             if meet is not None and sizes[0] < meet * study.batch < sizes[-1]:
@@ -334,7 +328,8 @@ def page(document: Document) -> Page:
         title=title(document),
         intro=document["reading"],
         sections=[
-            Section(title="Where each choice wins", figure=map_figure(document)),
+            Section(title="At a glance", figure=overview(document)),
+            Section(title="Where each entry wins", figure=map_figure(document)),
             Section(
                 title="Bias against noise",
                 prose=(

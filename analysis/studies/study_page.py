@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from windage.analysis import plots
-from windage.analysis.plots import FAMILIES, Figure, Later, family
+from windage.analysis.plots import Figure, Later, family
 from windage.analysis.report import Page, Section
 from windage.analysis.studies import staleness_page
-from windage.analysis.tables import Column, Table, reasons, text
+from windage.analysis.tables import NOISE, Column, Table, reasons, text
 from windage.analysis.terminal import Rendered
 
 Document = Mapping[str, Any]
@@ -35,6 +35,9 @@ MEANING = (
 )
 
 
+FARTHEST = 8.0
+
+
 def title(document: Document) -> str:
     """The problem and the sampler, in a line."""
     behavior = dict(document.get("behavior") or {})
@@ -48,11 +51,14 @@ def how(document: Document) -> str:
     """Engine and problem, for captions."""
     problem, goal = document["problem"], document["objective"]
     engines = sorted({row["engine"] for row in document["rows"] if row["engine"]})
+    sampled = "; ± is one standard error of sampling" if "sampling" in engines else "; exact"
+    counts = ", ".join(
+        f"{problem[key]} {key if problem[key] != 1 else key[:-1]}"
+        for key in ("prompts", "responses", "parameters")
+    )
     return (
-        f"{problem['prompts']} prompts, {problem['responses']} responses, {problem['parameters']} "
-        f"parameters; J = {text(goal['value'])}, |grad J| = {text(goal['gradient_norm'])}; "
-        f"engines: {', '.join(engines) or 'none'}"
-        + ("; ± is one standard error of sampling." if "sampling" in engines else "; exact.")
+        f"{counts}; J = {text(goal['value'])}, |grad J| = {text(goal['gradient_norm'])}; engines: "
+        f"{', '.join(engines) or 'none'}{sampled}."
     )
 
 
@@ -112,25 +118,31 @@ def _given(rows: Sequence[Mapping[str, Any]]) -> Any:
 def tradeoff(document: Document) -> Figure | None:
     """Bias against noise of one batch, where there is no sweep; None where no row has both."""
     goal = document["objective"]["gradient_norm"]
+    rows = [r for r in document["rows"] if r["variance_rescaled"] is not None]
     points = [
         (
             r["relative_bias_rescaled"],
             math.sqrt(max(0.0, r["variance_rescaled"])) / goal,
             r["estimator"],
         )
-        for r in document["rows"]
-        if r["variance_rescaled"] is not None and (r["scale"] or 0) > 0
+        for r in rows
+        if r["scale"] > 0
     ]
     if not points:
         return None
-    limit = 1.12 * max(max(bias, noise) for bias, noise, _ in points)
+    limit = min(FARTHEST, 1.12 * max(max(bias, noise) for bias, noise, _ in points))
+    names = [name for _, _, name in points]
+    said = {
+        staleness_page.WRONG: [r["estimator"] for r in rows if r["scale"] <= 0],
+        staleness_page.BEYOND: [n for bias, noise, n in points if max(bias, noise) > limit],
+    }
 
     def paint(figure: Any) -> list[Later]:
-        plots.key(figure, {family(name) for _, _, name in points})
+        plots.key(figure, map(family, names))
         axes = figure.subplots()
         axes.set_xlabel("bias / gradient, rescaled")
         axes.set_ylabel("noise / gradient of one batch, rescaled")
-        names = [name for _, _, name in points]
+        plots.aside(axes, said)
         return [plots.bias_against_noise(axes, points, named=names, limit=limit)]
 
     return plots.draw(
@@ -138,7 +150,8 @@ def tradeoff(document: Document) -> Figure | None:
         paint,
         size=(7.5, 6),
         caption="After dividing by scale; axes by square root. Curves join equal progress, "
-        f"1 / (1 + bias² + noise²); the dashed line joins what nothing beats in both. {how(document)}",
+        "1 / (1 + bias² + noise²); the dashed line joins what nothing beats in both. "
+        f"{how(document)}",
         alt=f"Bias against noise of {len(points)} estimators.",
     )
 
@@ -162,28 +175,31 @@ def sweep_figure(document: Document, key: str) -> Figure | None:
     def paint(figure: Any) -> list[Later]:
         later: list[Later] = []
         for axes, (panel, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-            found = {n: [r.get(v, {}).get(panel) for v in values] for n, r in series.items()}
+            found = {n: [_point(r.get(v), panel) for v in values] for n, r in series.items()}
             plots.lines(axes, values, found)
             numbers = [v for line in found.values() for v in line if v is not None]
             plots.apt_scale(axes, "x", values)
             plots.apt_scale(axes, "y", numbers)
             axes.set_xlabel(key.replace("_", " "))
             axes.set_title(label)
-            ends = [
-                (line[-1], name, FAMILIES[family(name)][0])
-                for name, line in found.items()
-                if line[-1] is not None
-            ]
-            later.append(partial(plots.name_lines, axes, ends, values[-1]))
+            later.append(partial(plots.name_lines, axes, values, found))
         return later
 
     return plots.draw(
         f"study_{key}",
         paint,
         size=(11, 4.2),
-        caption=f"Bias and variance after dividing by scale, against {key}. {how(document)}",
+        caption=f"Bias and variance after dividing by scale, against {key}; a gap where scale is "
+        f"not above 0. {how(document)}",
         alt=f"Bias and variance of {len(series)} estimators against {key}.",
     )
+
+
+def _point(row: Mapping[str, Any] | None, panel: str) -> float | None:
+    """A figure to plot: rounding noise is 0, nothing where the estimate points the wrong way."""
+    if row is None or row[panel] is None or row["scale"] <= 0:
+        return None
+    return 0.0 if row[panel] < NOISE else float(row[panel])
 
 
 def page(document: Document) -> Page:
