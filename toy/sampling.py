@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.estimators.estimator import Estimator
@@ -69,7 +69,7 @@ def jackknife(
 
 def draw(
     table: Responses, batches: int, group_size: int, generator: torch.Generator
-) -> Float[Tensor, "M P G"]:
+) -> Int[Tensor, "M P G"]:
     """Numbers of responses drawn independently from the sampler."""
     cumulative = table.walk.leaf_flow.cumsum(-1)
     shape = (table.problem.prompts, batches * group_size)
