@@ -238,7 +238,7 @@ def row(
     except Undefined as problem_:
         return {
             **head,
-            "engine": None if chosen is None else chosen.engine,
+            "engine": chosen.engine if chosen else None if engine == "auto" else engine,
             "mean": None,
             **dict.fromkeys(NAMES),
             **tail,
