@@ -87,24 +87,25 @@ def flip(
 
 
 def flipped_update(flips: Flips, estimator: Estimator) -> Update:
-    """Update of an estimator on the step's minibatch, by theta.
+    """Update of an estimator on the step's minibatch, by theta `[*batch S B]`.
 
-    A response is a prompt's one group member with a token a bit; a bit's score is bit - sigmoid.
+    A response is one of a prompt's group, with a token a bit; a bit's score is bit - sigmoid.
     """
     seeds = torch.arange(len(flips.bits)).unsqueeze(1)
 
     def update(theta: Tensor, step: int) -> Tensor:
         index = flips.picked[:, step]
         bits = flips.bits[seeds, index]
-        one = theta.unsqueeze(1)
-        logp = -torch.nn.functional.softplus(torch.where(bits > 0, -one, one)).unsqueeze(1)
+        one = theta.unsqueeze(-2)
+        logp = -torch.nn.functional.softplus(torch.where(bits > 0, -one, one)).unsqueeze(-3)
+        rewards = flips.rewards[seeds, index].unsqueeze(-2)
         batch = Batch(
-            rewards=flips.rewards[seeds, index].unsqueeze(1),
+            rewards=rewards.expand(logp.shape[:-1]),
             mask=torch.ones_like(logp, dtype=torch.bool),
             logp=logp,
             behavior_logp=torch.full_like(logp, -float(np.log(2))),
         )
-        own = coefficients(estimator, batch).own.squeeze(1)
-        return (own * (bits - one.sigmoid())).sum(1)
+        own = coefficients(estimator, batch).own.squeeze(-3)
+        return (own * (bits - one.sigmoid())).sum(-2)
 
     return update

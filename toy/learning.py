@@ -44,7 +44,7 @@ class State:
 
 
 def clip_norm(
-    gradient: Float[Tensor, "*batch D"], limit: float
+    gradient: Float[Tensor, "*batch D"], limit: float | Float[Tensor, "*#batch"]
 ) -> tuple[Float[Tensor, "*batch D"], Float[Tensor, "*batch"]]:
     """Scale each replicate's gradient down to a norm; also its norm before.
 
@@ -66,7 +66,7 @@ def path(
     *,
     steps: int,
     rate: float | Float[Tensor, "*batch 1"] = 1.0,
-    limit: float = math.inf,
+    limit: float | Float[Tensor, "*#batch"] = math.inf,
 ) -> Iterator[State]:
     """Plain ascent, one state a step, the start included.
 
@@ -77,7 +77,7 @@ def path(
         update: direction at given parameters and step number.
         steps: updates to make.
         rate: step size; one number, or one a replicate.
-        limit: greatest norm of an update.
+        limit: greatest norm of an update; one number, or one a replicate.
 
     Example:
         >>> walk = path(torch.tensor([1.0]), lambda z, n: -z, steps=2, rate=0.5)
@@ -88,9 +88,7 @@ def path(
     yield State(step=0, parameters=here, norm=start.new_zeros(start.shape[:-1]))
     for step in range(steps):
         gradient = update(here, step)
-        clipped, norm = (gradient, gradient.norm(dim=-1))
-        if limit < math.inf:
-            clipped, norm = clip_norm(gradient, limit)
+        clipped, norm = clip_norm(gradient, limit)
         here = here + rate * clipped
         yield State(step=step + 1, parameters=here, norm=norm)
 

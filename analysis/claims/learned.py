@@ -27,6 +27,7 @@ from windage.toy.questions import (
     preference_update,
     probe,
     recorded_update,
+    rewarded,
 )
 
 SEEDS = 8
@@ -149,18 +150,49 @@ def course(arm: str, invalid: float = 0.02, seed: int = 0) -> Course:
     )
 
 
+SHARES = torch.tensor([0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0], dtype=torch.float64)
+LONG = (200, PASSES, 4_000)
+
+
+def baseline_for(p: Tensor, share: Tensor) -> Tensor:
+    """The baseline that gives the positives, p of the data, an effective share.
+
+    c = (p - share) / (p + share - 2 p share)
+    """
+    return (p - share) / (p + share - 2 * p * share)
+
+
+@cache
+def composed(seed: int) -> dict[int, Tensor]:
+    """Test mass on right answers after the passes of `LONG` with topr, `[shares S]`.
+
+    A row a share of `SHARES`, set by the baseline; the step is normalised to constant weight, that
+    is, advantages are divided by 1 + (1 - 2p) c.
+    """
+    found = study(0.02, seed)
+    answers = found.answers
+    p = (answers.rewards > 0).double().mean((-2, -1))
+    c = baseline_for(p, SHARES.unsqueeze(-1))
+    weight = (1 + (1 - 2 * p) * c)[..., None, None]
+    advantages = (answers.rewards - c[..., None, None]) / weight
+    update = recorded_update(found.train, rewarded(answers, advantages), TOPR)
+    start = found.train.start.expand(len(SHARES), -1, -1)
+    places = marks(path(start, update, steps=LONG[-1], rate=2.0), LONG)
+    return {n: found.test.mass(w, found.test.right) for n, w in places.items()}
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ending:
-    """How runs on WINDOW ended: P(right) of each, and the longest update before the clip."""
+    """How runs on WINDOW ended: P(right), a row a clip, and the longest update before the clip."""
 
     right: Tensor
     norm: float
 
     @property
-    def collapsed(self) -> int:
-        """Runs that end below 0.05."""
-        return int((self.right < 0.05).sum())
+    def collapsed(self) -> list[int]:
+        """Runs that end below 0.05, at each clip."""
+        return (self.right < 0.05).sum(-1).tolist()
 
 
 @cache
@@ -176,16 +208,15 @@ def ending(
     count: int,
     minibatch: int,
     rate: float,
-    limit: float = 1.0,
-    seed: int = 0,
+    limits: tuple[float, ...],
+    seed: int,
 ) -> Ending:
-    """Two thousand minibatch steps on WINDOW from fair coins, 24 replicates."""
+    """Two thousand minibatch steps on WINDOW from fair coins, 24 replicates at each clip."""
     window = Window(low=low, high=high)
-    flips = _flips(window, count, minibatch, seed)
-    start = torch.zeros((24, window.bits), dtype=torch.float64)
-    norm = 0.0
-    for state in path(
-        start, flipped_update(flips, ENTRIES[arm]), steps=2_000, rate=rate, limit=limit
-    ):
-        norm = max(norm, float(state.norm.max()))
-    return Ending(right=window.chance(state.parameters), norm=norm)
+    update = flipped_update(_flips(window, count, minibatch, seed), ENTRIES[arm])
+    start = torch.zeros((len(limits), 24, window.bits), dtype=torch.float64)
+    limit = torch.tensor(limits, dtype=torch.float64).unsqueeze(-1)
+    last, norm = start, 0.0
+    for state in path(start, update, steps=2_000, rate=rate, limit=limit):
+        last, norm = state.parameters, max(norm, float(state.norm.max()))
+    return Ending(right=window.chance(last), norm=norm)

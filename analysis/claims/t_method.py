@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windage.analysis.claims.claim import Outcome, band, claim, equal, exact, series, zero
-from windage.analysis.claims.learned import banded, course, numbers, often
+from windage.analysis.claims.learned import banded, baseline_for, course, numbers, often
 from windage.analysis.claims.measures import central_differences, moments, relative
 from windage.analysis.claims.one_step import (
     BEST,
@@ -308,11 +308,6 @@ def positive_share(p: float, baseline: float) -> float:
     return p * (1 - baseline) / (1 + (1 - 2 * p) * baseline)
 
 
-def baseline_for(p: Tensor | float, share: Tensor | float) -> Tensor | float:
-    """The baseline with a given effective share."""
-    return (p - share) / (p + share - 2 * p * share)
-
-
 def _shares(estimator: Estimator, logits: Tensor) -> float:
     """Share of |coefficient| on positives at given logits, from one batch of every trajectory."""
     logp = logits.log_softmax(-1).view(1, -1, 1)
@@ -354,7 +349,7 @@ def t_13() -> Outcome:
             *series(
                 "c for p, p̃ = {}",
                 wanted,
-                [baseline_for(*pair) for pair in wanted],
+                [baseline_for(*torch.tensor(pair)) for pair in wanted],
                 "0.8000, 0.6000, -0.3846, -0.8000",
             ),
             *(
