@@ -110,34 +110,42 @@ def batches(
         fields: passed on.
     """
     p, g, t = (draw(st.sampled_from(list(axis))) for axis in (prompts, sizes, tokens))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+
+    def quarters(*shape: int, low: float = -2.0, high: float = 2.0) -> Tensor:
+        steps = torch.randint(round(4 * low), round(4 * high) + 1, shape, generator=generator)
+        return steps.double() / 4
+
+    def coins(*shape: int) -> Tensor:
+        return torch.randint(0, 4, shape, generator=generator) > 0
+
     shape = (*lead, p, g, t)
-    mask = draw(booleans(*shape))
-    present = draw(booleans(*lead, p, g)) if absent else torch.ones((*lead, p, g)).bool()
-    mask = mask & present.unsqueeze(-1)
+    present = coins(*shape[:-1]) if absent else torch.ones(shape[:-1]).bool()
+    mask = coins(*shape) & present.unsqueeze(-1)
+    logp = torch.where(mask, quarters(*shape, low=-9.0, high=-4.0), 0.0)
 
     def policy() -> Tensor:
-        return torch.where(mask, logp + draw(numbers(*shape, low=-spread, high=spread)), 0.0)
+        return torch.where(mask, logp + quarters(*shape, low=-spread, high=spread), 0.0)
 
-    logp = torch.where(mask, draw(numbers(*shape, low=-9.0, high=-4.0)), 0.0)
     if heads:
-        raw = draw(numbers(*shape, heads + 1))
-        moved = raw + draw(numbers(*shape, heads + 1, low=-1.0, high=1.0))
+        raw = quarters(*shape, heads + 1)
+        moved = raw + quarters(*shape, heads + 1, low=-1.0, high=1.0)
         fields |= {
             "head_logp": raw.log_softmax(-1)[..., :heads],
             "head_behavior_logp": moved.log_softmax(-1)[..., :heads],
         }
     return Batch(
-        rewards=draw(numbers(*lead, p, g)),
+        rewards=quarters(*lead, p, g),
         mask=mask,
         present=present,
         logp=logp,
         behavior_logp=policy(),
         proximal_logp=policy(),
         reference_logp=policy(),
-        values=torch.where(mask, draw(numbers(*shape)), 0.0),
-        versions=torch.where(mask, draw(numbers(*shape)).abs().mul(2).long(), 0),
+        values=torch.where(mask, quarters(*shape), 0.0),
+        versions=torch.where(mask, torch.randint(0, 5, shape, generator=generator), 0),
         current_version=4,
-        truncated=draw(booleans(*lead, p, g)),
-        elapsed=draw(numbers(*lead, p, g, low=0.0, high=8.0)) * 100,
+        truncated=~coins(*lead, p, g),
+        elapsed=100 * quarters(*lead, p, g, low=0.0, high=8.0),
         **fields,
     )

@@ -27,6 +27,7 @@ from windage.toy.problems import difficulties, token_tree
 # Relations to plain Python
 
 
+@settings(max_examples=25)
 @given(batches())
 def test_zero_variance_and_band_by_their_definition(batch):
     outcomes = torch.where(batch.present, batch.rewards, float("nan"))
@@ -40,6 +41,7 @@ def test_zero_variance_and_band_by_their_definition(batch):
         assert inside[p].tolist() == [bool(x) and banded for x in batch.present[p]]
 
 
+@settings(max_examples=25)
 @given(batches(prompts=(1, 2), tokens=(0, 1, 3), lead=(2,)))
 def test_lag_by_its_definition(batch):
     found = lag(batch.versions, batch.mask, 4)
@@ -62,6 +64,7 @@ def test_lag_by_its_definition(batch):
         assert torch.equal(kept, found.oldest <= cap)
 
 
+@settings(max_examples=25)
 @given(batches())
 def test_veto_by_its_definition(batch):
     ratio = log_ratio(batch.logp, batch.behavior_logp, batch.mask)
@@ -141,6 +144,7 @@ def test_reasons_are_named_and_counted():
     assert batch.missing.tolist() == [0, 0, 1, 0]
 
 
+@settings(max_examples=25)
 @given(batches(absent=False))
 def test_a_rejected_sibling_stays_in_baseline_and_denominator(batch):
     plain = get("rloo")

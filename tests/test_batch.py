@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checks import assert_close, assert_invariant, refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import batches
 
@@ -79,6 +79,7 @@ def test_to_rows_of_a_selection_keeps_the_original_order():
         replace(batch, row_index=None).to_rows(numbers)
 
 
+@settings(max_examples=25)
 @given(batches(heads=2, lead=(2,)), st.data())
 def test_select_cuts_every_field(batch, data):
     count = batch.rewards.shape[-2]
@@ -239,6 +240,7 @@ def test_what_is_masked_reaches_neither_value_nor_gradient(left, right):
     assert numerator.grad.tolist() == [1.0, 0.0]
 
 
+@settings(max_examples=25)
 @given(batches(lead=(2,)))
 def test_leading_axes_are_replicates(batch):
     estimator = get("grpo")
