@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windage.cli import specs
+from windage.cli.output import show, write
 from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
@@ -136,11 +137,11 @@ def run(arguments: argparse.Namespace) -> int:
             document = study.run(study.Settings(**request._asdict()), advance)
     text = json.dumps(document, allow_nan=False)
     if arguments.out is not None:
-        _write(document, arguments.out)
+        write(document, arguments.out)
     if arguments.json:
         print(text)
     else:
-        _show(document)
+        show(document)
     return 0
 
 
@@ -220,7 +221,7 @@ def _problem(
     if named is None:
         assert text is not None
         path = Path(text)
-        if not (path.exists() or path.suffix or len(path.parts) > 1):
+        if not (text and (path.exists() or path.suffix or len(path.parts) > 1)):
             message = unknown("problem", text, specs.PROBLEMS)
             raise BadInput(f"{message}, or a JSON file")
         return read(text)
@@ -248,23 +249,3 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("rows", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _show(document: Mapping[str, Any]) -> None:
-    from rich.console import Console
-
-    from windage.analysis.report import table
-
-    Console(highlight=False).print(table(document))
-
-
-def _write(document: Mapping[str, Any], folder: Path) -> None:
-    from windage.analysis.report import write
-
-    try:
-        files = write(document, folder)
-    except OSError as problem:
-        raise BadInput(
-            f"--out {str(folder)!r}: {problem.strerror}; allowed: a directory with room"
-        ) from None
-    print(f"windage study: {len(files)} files in {folder}", file=sys.stderr)

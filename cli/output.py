@@ -1,0 +1,37 @@
+"""What verbs do with their document: show it on the terminal, write it into a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from windage.estimators.errors import BadInput
+
+
+def show(document: Mapping[str, Any]) -> None:
+    """Print a document as a table on standard output."""
+    from rich.console import Console
+
+    from windage.analysis.report import table
+
+    Console(highlight=False).print(table(document))
+
+
+def write(document: Mapping[str, Any], folder: Path) -> None:
+    """Write a document's tables, figures and page, and say so on standard error.
+
+    Raises:
+        BadInput: the folder cannot be written to.
+    """
+    from windage.analysis.report import verb
+    from windage.analysis.report import write as write_files
+
+    try:
+        files = write_files(document, folder)
+    except OSError as problem:
+        raise BadInput(
+            f"--out {str(folder)!r}: {problem.strerror}; allowed: a directory with room"
+        ) from None
+    print(f"windage {verb(document)}: {len(files)} files in {folder}", file=sys.stderr)
