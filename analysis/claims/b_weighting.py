@@ -13,7 +13,8 @@ from windage.analysis.claims.measures import (
     cosine,
     figures,
     moments,
-    on_policy_update,
+    path,
+    response_update,
 )
 from windage.analysis.claims.problems import (
     arms,
@@ -137,14 +138,16 @@ def _lengths_along(estimator: Estimator, problem: Problem, updates: tuple[int, .
 
     A position has one logit, that of stopping.
     """
-    update = on_policy_update(estimator, problem)
+    update = response_update(estimator, problem)
     stop = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    logits, found = problem.logits, []
-    for step in range(max(updates) + 1):
-        if step in updates:
-            found.append(_expected_lengths(replace(problem, logits=logits)))
-        logits = logits + 0.5 * update(logits) * stop
-    return torch.stack(found)
+    found = path(
+        lambda z, q: update(z, q) * stop,
+        problem.logits,
+        lambda z: z.log_softmax(-1),
+        at=updates,
+        rate=0.5,
+    )
+    return torch.stack([_expected_lengths(replace(problem, logits=z)) for z in found])
 
 
 @claim(

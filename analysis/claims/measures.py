@@ -14,7 +14,7 @@ from windage.estimators.advantage import constant, gae
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.correction import Correction
-from windage.estimators.estimator import Estimator, batch_terms, coefficients, token_coefficients
+from windage.estimators.estimator import Coefficients, Estimator, batch_terms, token_coefficients
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact, plan
@@ -163,6 +163,11 @@ def divergence(problem: Problem, of: Tensor | None = None, to: Tensor | None = N
     return float((torch.xlogy(p, p) - torch.xlogy(p, q)).sum())
 
 
+def entropy(logits: Tensor) -> float:
+    """Entropy of one distribution in nats."""
+    return float(torch.special.entr(logits.softmax(-1)).sum())
+
+
 def mean_reward(problem: Problem) -> float:
     """Expected reward under the sampler, averaged over prompts."""
     return float((Walk(problem).leaf_flow * problem.rewards).sum(-1).mean())
@@ -177,71 +182,70 @@ def central_differences(
     return torch.tensor(slopes, dtype=at.dtype).view_as(at)
 
 
-def on_policy_update(estimator: Estimator, problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Mean update of one response as a function of the logits, for an estimator without a ratio.
+Update = Callable[[Tensor, Tensor], Tensor]
 
-    Its coefficients do not depend on the policy, so they are taken once from all the responses.
+
+def response_update(estimator: Estimator, problem: Problem) -> Update:
+    """Mean update of one response as a function of logits and the sampler's log-probabilities.
+
+    The responses are listed once, and what does not depend on the two policies is computed once:
+    for ascents of thousands of steps.  Log-probabilities must be finite.
     """
     table = Responses(problem)
-    prompt = torch.arange(problem.prompts)
     everyone = torch.arange(problem.tree.leaves).view(-1, 1, 1).expand(-1, problem.prompts, 1)
-    found = coefficients(estimator, table.batch(everyone, head=False)).own[:, :, 0].transpose(0, 1)
-    place = table.parameter.expand(problem.prompts, -1, -1).flatten(1)
-    real = table.real.expand_as(found)
+    first = table.batch(everyone, head=estimator.centering is not None)
+    terms = batch_terms(estimator, first)
+    place, before, real = table.parameter, table.prefix.clamp(min=0), table.real
+    still = estimator.centering is None and all(c.idle for c in estimator.corrections)
+    constant_ = token_coefficients(estimator, terms, first) if still else None
 
-    def update(logits: Tensor) -> Tensor:
-        logp = logits.log_softmax(-1)
-        own = logp.flatten(1)[prompt[:, None], place].view_as(found)
-        mass = torch.where(real, own, 0.0).sum(-1, keepdim=True).exp()
-        weighed = torch.where(real, mass * found, 0.0).flatten(1)
-        visits = torch.zeros_like(logits).flatten(1).scatter_add(1, place, weighed)
-        return pull_back(visits.view_as(logits), logp.exp())
+    def rows(logp: Tensor) -> Tensor:
+        return torch.where(real, logp.flatten(1)[:, place], 0.0).transpose(0, 1).unsqueeze(2)
 
-    return update
-
-
-def arm_update(estimator: Estimator, problem: Problem) -> Callable[[Tensor, Tensor], Tensor]:
-    """Mean update of one response as a function of logits and sampler, on a problem of one step.
-
-    Each arm is a response of its own, so one call of the estimator serves all arms.
-    """
-    rewards = problem.rewards[0].view(-1, 1, 1)
-    mask = torch.ones_like(rewards, dtype=torch.bool).unsqueeze(-1)
-    column = torch.zeros_like(rewards).unsqueeze(-1)
-    terms = batch_terms(estimator, Batch(rewards=rewards, mask=mask, logp=column))
+    def found(logp: Tensor, drawn: Tensor, behavior_logp: Tensor) -> Coefficients:
+        batch = replace(first, logp=rows(logp), behavior_logp=drawn)
+        if estimator.centering is not None:
+            p, q = (t[:, before].transpose(0, 1).unsqueeze(2) for t in (logp, behavior_logp))
+            batch = replace(batch, head_logp=p, head_behavior_logp=q)
+        return token_coefficients(estimator, terms, batch)
 
     def update(logits: Tensor, behavior_logp: Tensor) -> Tensor:
-        logp = logits.log_softmax(-1)
-        drawn = Batch(
-            rewards=rewards,
-            mask=mask,
-            logp=logp.view_as(column),
-            behavior_logp=behavior_logp.view_as(column),
-        )
-        own = token_coefficients(estimator, terms, drawn).own.view_as(logits)
-        return pull_back(behavior_logp.exp() * own, logp.exp())
+        logp, drawn = logits.log_softmax(-1), rows(behavior_logp)
+        terms_ = constant_ or found(logp, drawn, behavior_logp)
+        mass = drawn.sum(-1, keepdim=True).exp() * real[:, None, None]
+        own = (mass * terms_.own).transpose(0, 1).flatten(1)
+        visits = torch.zeros_like(logits).flatten(1).index_add(1, place.flatten(), own)
+        visits = visits.view_as(logits)
+        if terms_.head is not None:
+            heads = (mass.unsqueeze(-1) * terms_.head).transpose(0, 1).flatten(1, 3)
+            visits = visits.index_add(1, before.flatten(), heads)
+        return pull_back(visits, logp.exp())
 
     return update
 
 
-def ascend(
-    problem: Problem,
-    direction: Callable[[Problem], Tensor],
+def path(
+    update: Update,
+    logits: Tensor,
+    sampler: Callable[[Tensor], Tensor],
     *,
-    steps: int,
+    at: Iterable[int],
     rate: float = 1.0,
-    sync: Callable[[Problem, Tensor], Problem] | None = None,
-) -> Problem:
-    """Follow an exact expected update; the sampler stays unless `sync` renews it.
+) -> list[Tensor]:
+    """Logits after so many steps of an expected update.
 
     Args:
-        problem: at the start.
-        direction: the expected update at a problem, shaped as its logits.
-        steps: updates.
+        update: of logits and the sampler's log-probabilities.
+        logits: at the start.
+        sampler: its log-probabilities, from the logits of each step.
+        at: numbers of steps, in ascending order.
         rate: step size.
-        sync: the problem at new logits with its sampler renewed; None: a frozen sampler.
     """
-    for _ in range(steps):
-        logits = problem.logits + rate * direction(problem)
-        problem = replace(problem, logits=logits) if sync is None else sync(problem, logits)
-    return problem
+    wanted = list(at)
+    found: list[Tensor] = []
+    for step in range(wanted[-1] + 1):
+        if step == wanted[len(found)]:
+            found.append(logits)
+        if step < wanted[-1]:
+            logits = logits + rate * update(logits, sampler(logits))
+    return found

@@ -17,6 +17,8 @@ from torch import Tensor
 from windage.toy.exact.prefix_tree import Walk
 from windage.toy.problems import Problem, Tree, make
 
+NEVER = -1000.0  # a logit whose probability is 0 in float64
+
 
 def count(n: int) -> Tensor:
     """0, 1, ..., n - 1 in float64."""
@@ -118,7 +120,7 @@ def length(advantage: float) -> Problem:
     shape = Tree(2, 1, 40)
     z = torch.zeros(2, shape.prefixes, 2, dtype=torch.float64)
     z[..., 1] = math.log(0.2 / 0.8)
-    z[:, -1] = torch.tensor([-torch.inf, 0.0])
+    z[:, -1] = torch.tensor([NEVER, 0.0])
     return make("LENGTH", shape, z, torch.tensor([[advantage], [-advantage]]).expand(2, 41))
 
 
@@ -162,34 +164,6 @@ def zipf(shift: float) -> Problem:
     )
 
 
-def two_step(first: Tensor, second: Tensor, rewards: Tensor, sampler: Tensor) -> Problem:
-    """Two tokens of six arms each, no stop: logits of the first, the second `[6 6]`, and sampler's.
-
-    Args:
-        first: logits `[6]` of the first token.
-        second: logits `[6 6]` of the second after each first.
-        rewards: `[6 6]`.
-        sampler: what the sampler adds at every second token, `[6]`.
-    """
-    z = torch.cat([first.unsqueeze(0), second])
-    behavior = torch.cat([first.unsqueeze(0), second + sampler])
-    return one_prompt("TWOSTEP", Tree(6, None, 2), z, rewards.flatten(), behavior)
-
-
-def twostep() -> Problem:
-    """TWOSTEP: arms 0 to 2 of the first token pay 1; the second token pays nothing."""
-    wave = 0.5 * torch.cos(1 + 2.3 * count(6))
-    zero = torch.zeros(6, dtype=torch.float64)
-    paid = (count(6) < 3).double().unsqueeze(1).expand(6, 6)
-    return two_step(zero, zero.expand(6, 6), paid, wave - wave.mean())
-
-
-def resampled(problem: Problem, logits: Tensor) -> Problem:
-    """The problem at other logits, its sampler moved along: the difference of the two stays."""
-    shift = problem.behavior_logp - problem.logits
-    return replace(problem, logits=logits, behavior_logp=(logits + shift).log_softmax(-1))
-
-
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
@@ -206,6 +180,53 @@ class Shared:
     def project(self, gradient: Tensor) -> Tensor:
         """A gradient by the logits, as one by the parameters."""
         return torch.einsum("...pnv,pnvd->...d", gradient, self.jacobian)
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """How the logits move when the parameters follow a gradient by the logits."""
+        return self.jacobian @ self.project(gradient)
+
+
+def two_step(logits: Tensor, rewards: Tensor, added: Tensor, *, name: str) -> Problem:
+    """Two tokens of V arms each, no stop.
+
+    Args:
+        logits: of the first token, then of the second after each first, `[1 + V, V]`.
+        rewards: of each pair, `[V V]`.
+        added: to every second token's logits by the sampler, `[V]`.
+        name: for tables.
+    """
+    behavior = torch.cat([logits[:1], logits[1:] + added])
+    return one_prompt(name, Tree(len(added), None, 2), logits, rewards.flatten(), behavior)
+
+
+def bonus(shift: float) -> Problem:
+    """BONUS(a): good or bad first, then six arms; 1 for good, 0.1 for arm 0.
+
+    The sampler adds -a to arm 0 and +a to arm 3 of the second token.
+    """
+    logits = torch.zeros(7, 6, dtype=torch.float64)
+    logits[0, 2:] = NEVER
+    added = torch.zeros(6, dtype=torch.float64)
+    added[0], added[3] = -shift, shift
+    rewards = torch.zeros(6, 6, dtype=torch.float64)
+    rewards[0] += 1
+    rewards[:, 0] += 0.1
+    return two_step(logits, rewards, added, name="BONUS")
+
+
+def twostep() -> Shared:
+    """TWOSTEP: arms 0 to 2 of the first token pay 1; the second token pays nothing.
+
+    The second token has one logit vector after a first that pays and one after a first that does
+    not: with the first token's, 18 parameters.
+    """
+    wave = 0.5 * torch.cos(1 + 2.3 * count(6))
+    paid = (count(6) < 3).double().unsqueeze(1).expand(6, 6)
+    rows = torch.tensor([0, 1, 1, 1, 2, 2, 2])
+    jacobian = torch.eye(18, dtype=torch.float64).view(3, 6, 18)[rows].unsqueeze(0)
+    logits = torch.zeros(7, 6, dtype=torch.float64)
+    problem = two_step(logits, paid, wave - wave.mean(), name="TWOSTEP")
+    return Shared(problem=problem, jacobian=jacobian)
 
 
 def one_offset(*success: float) -> Shared:
