@@ -270,8 +270,8 @@ def conditional(walk: Walk, features: Tensor) -> tuple[Tensor, Tensor]:
             walk.leaf_level(features, t) if t == tree.horizon - 1 or tree.stop is not None else None
         )
         if t < tree.horizon - 1:
-            going = prefixes[-1].unflatten(-1, (-1, tree.going))
-            here = tree.join(going, here)
+            shape = (*features.shape[:-1], tree.going**t, tree.going)
+            here = tree.join(prefixes[-1].reshape(shape), here)
         assert here is not None
         tokens.append(here)
         prefixes.append((here * walk.behavior[:, tree.level(t)]).sum(-1))
