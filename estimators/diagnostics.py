@@ -131,7 +131,8 @@ def changed_share(
     """
     ratio = log_ratio.exp()
     tolerance = 8 * torch.finfo(ratio.dtype).eps
-    return masked_mean(((weights - ratio).abs() > tolerance * ratio).to(ratio.dtype), mask)
+    changed = (weights - ratio).abs() > tolerance * torch.minimum(weights, ratio)
+    return masked_mean(changed.to(ratio.dtype), mask)
 
 
 def effective_sample_size(

@@ -140,9 +140,6 @@ class Estimator:
                 response was requested (named), where the advantage compares within groups.
         """
         batch = batch.validate()
-        for name in self.needs:
-            if name != "logp":
-                batch.get(name)
         if self.advantage.traits.scope in ("group", "batch"):
             shape = batch.rewards.shape
             asked = batch.requested
@@ -153,6 +150,9 @@ class Estimator:
                     raise ValueError(
                         f"group {group} has size {size}; {self.name} needs groups of at least 2"
                     )
+        for name in self.needs:
+            if name != "logp":
+                batch.get(name)
         return batch
 
     @property

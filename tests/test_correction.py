@@ -21,6 +21,7 @@ from windage.estimators.correction import (
     ratio,
     suffix,
     taper,
+    tapered,
     token,
     trajectory,
     truncate,
@@ -126,10 +127,13 @@ def rho(e, low, high):
 def test_taper_is_the_gradient_of_the_surrogate(e, a, limits):
     a_pos, b_pos, a_neg, b_neg = limits
 
+    named = {"a_pos": a_pos, "b_pos": b_pos, "a_neg": a_neg, "b_neg": b_neg}
+
     def loss(e, a):
         return a * torch.where(a >= 0, rho(e, a_pos, b_pos), rho(e, a_neg, b_neg))
 
-    found = taper(e, a, a_pos=a_pos, b_pos=b_pos, a_neg=a_neg, b_neg=b_neg)
+    found = taper(e, a, **named)
+    assert_close(tapered(e, a, **named) * a, loss(e, a))
     fine = off_the_kinks(e, *limits)
     assert_close((found * a)[fine], slope(loss, e, a)[fine])
     for low, high in ((a_pos, b_pos), (a_neg, b_neg)):
@@ -151,13 +155,13 @@ def test_truncate_is_the_gradient_of_a_lower_bound_of_the_ratio(e, a, cap):
 
 @given(effective, advantages)
 def test_the_table_of_topr(e, a):
-    def tapered(a_pos, b_pos, a_neg, b_neg):
+    def limited(a_pos, b_pos, a_neg, b_neg):
         return taper(e, a, a_pos=a_pos, b_pos=b_pos, a_neg=a_neg, b_neg=b_neg)
 
-    assert_close(tapered(1.0, 1.0, 1.0, 1.0), none(e, a))
-    assert_close(tapered(0.0, INF, 0.0, INF), ratio(e, a))
-    assert_close(tapered(0.0, 2.0, 0.0, 2.0), truncate(e, a, cap=2.0))
-    assert_close(tapered(1.0, 1.0, 0.0, 0.0), (a >= 0).double())
+    assert_close(limited(1.0, 1.0, 1.0, 1.0), none(e, a))
+    assert_close(limited(0.0, INF, 0.0, INF), ratio(e, a))
+    assert_close(limited(0.0, 2.0, 0.0, 2.0), truncate(e, a, cap=2.0))
+    assert_close(limited(1.0, 1.0, 0.0, 0.0), (a >= 0).double())
     canonical = taper(e, a)
     assert_close(canonical[a >= 0], torch.ones_like(canonical[a >= 0]))
     assert_close(canonical[a < 0], e.exp().clamp(max=1.0)[a < 0])
@@ -234,6 +238,15 @@ def test_extreme_ratios_stay_finite_where_a_bound_is_promised(extreme, dtype):
                 assert found.max() <= 5.0
         assert clip(e, a)[0, 0] == (0.0 if sign * extreme > 0 else extreme > 0 and INF)
         assert dual_clip(e, a)[0, 0] == 0.0 or extreme < 0
+
+
+def test_the_objective_of_the_taper_at_its_limits():
+    e, plus = torch.tensor([-1e4, 0.0, 1e4]).double(), torch.ones(3).double()
+    assert_close(tapered(e, plus), torch.tensor([1 - 1e4, 1.0, 1 + 1e4]))
+    assert_close(tapered(e, -plus)[:2], torch.tensor([0.0, 1.0]))
+    assert not tapered(e, -plus, b_neg=0.0).any()
+    with refused("a_pos is 2"):
+        tapered(e, plus, a_pos=2.0)
 
 
 def test_a_truncated_token_keeps_its_weight():
