@@ -4,7 +4,7 @@ STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 JOBS ?= 2
 
-.PHONY: study test check-long lint dev bench clean
+.PHONY: study test check-long lint dev bench figures clean
 
 test check-long: export OMP_NUM_THREADS ?= 1
 
@@ -29,6 +29,9 @@ dev: $(STAMP)
 
 bench: $(STAMP)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "$$script"; $(BIN)/python "$$script"; done
+
+figures: $(STAMP)
+	$(BIN)/python benchmarks/staleness.py
 
 clean:
 	rm -rf .venv .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -85,7 +85,7 @@ def text(value: Any, *, percent: bool = False) -> str:
     if percent:
         return "<1 %" if 0 < value < 0.005 else f"{100 * value:.0f} %"
     if isinstance(value, int) or value == 0:
-        return f"{value:.0f}"
+        return f"{int(value)}"
     if abs(value) < NOISE:
         return f"<{NOISE:.0e}"
     if NOISE < abs(abs(value) - 1) < 5e-4:

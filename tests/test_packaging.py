@@ -83,6 +83,7 @@ def site(tmp_path: Path) -> Path:
     run(*pip, "install", *offline, "--target", site, wheel, other)
     with ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if name.endswith(".py")}
+        assert "windage/analysis/page.html" in archive.namelist()
     assert inside == {f"windage/{module.as_posix()}" for module in MODULES}
     return site
 

@@ -123,12 +123,15 @@ def price_of_lag(study: Study) -> str:
     row = study.at(length, half)[UNCORRECTED]
     bias, noise = row["relative_bias_rescaled"], row["noise"] * math.sqrt(study.batch / responses)
     larger = "bias" if bias > noise else "noise"
+    brief = _share(made(half, short))
+    contrast = (
+        f"with {short} tokens it still makes {brief} there"
+        if made(half, short) > made(half)
+        else f"with {short} tokens it makes {brief}, no more, there"
+    )
     return (
         f"{start}{_share(made(half))} at lag {half}, where {larger} is the larger part of the "
-        f"error (bias {text(bias)}, noise {text(noise)} times the gradient); with {short} tokens "
-        f"it still makes {_share(made(half, short))} there."
-        if made(half, short) > made(half)
-        else f"{start}{_share(made(half))} at lag {half}; with {short} tokens it does no better."
+        f"error (bias {text(bias)}, noise {text(noise)} times the gradient); {contrast}."
     )
 
 
@@ -161,7 +164,7 @@ def reversal(study: Study) -> str:
 
 def price_of_no_bias(study: Study) -> str:
     """How many responses it takes until no bias is worth its noise."""
-    length, lag = study.lengths[-1], study.lags[len(study.lags) // 2 + 1]
+    length, lag = study.lengths[-1], study.lags[min(len(study.lags) // 2 + 1, len(study.lags) - 1)]
     here = study.at(length, lag)
     rival = study.leader(length, lag, study.shown[0])
     where = f"at lag {lag} with {length} tokens"

@@ -82,14 +82,17 @@ def rows_table(document: Document) -> Table:
     columns += [Column(key=k, label=k.replace("_", " "), keep=90) for k in swept(document)]
     columns += [Column(key=k, label=label, keep=keep) for k, (label, keep) in FIGURES.items()]
     columns.append(Column(key="engine", label="engine", keep=6))
-    empty = any(row[key] is None for row in document["rows"] for key in FIGURES)
-    unsaid = empty and any(
-        row[key] is None and not row.get("reason") for row in document["rows"] for key in FIGURES
-    )
-    notes = reasons(document["rows"], "estimator")
-    if unsaid:
-        notes.append("– where nothing is written: a quotient by a gradient of length 0")
-    return Table(columns=columns, rows=shown, caption=how(document), notes=notes)
+    return Table(columns=columns, rows=shown, caption=how(document), notes=_notes(document["rows"]))
+
+
+def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why figures are missing, and what a scale that is not above 0 means."""
+    notes = reasons(rows, "estimator")
+    if any(row[key] is None for row in rows if not row.get("reason") for key in FIGURES):
+        notes.append("– without a reason: a quotient by 0")
+    if any(row["scale"] is not None and row["scale"] <= 0 for row in rows):
+        notes.append("A scale that is not above 0: the estimate points the wrong way.")
+    return notes
 
 
 def _cell(value: Any, error: float | None) -> Any:

@@ -1,0 +1,159 @@
+"""The README is true: its commands run, its output is what they print, its tree is the tree."""
+
+import contextlib
+import csv
+import io
+import os
+import re
+import shlex
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from windage.analysis.studies import staleness
+from windage.cli.main import VERBS, main
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+DESIGNED = {"study", "audit", "claims", "learn", "pipeline", "choose"} | {
+    "sample",
+    "train",
+    "evaluate",
+    "diagnose",
+}
+HOUSES = ("estimators", "toy", "llm", "analysis", "cli")
+
+
+def between(start: str, end: str) -> str:
+    return README.split(f"<!-- {start} -->")[1].split(f"<!-- {end} -->")[0]
+
+
+def run(command: str) -> str:
+    words = shlex.split(command)
+    assert words[0] == "windage"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            status = main(words[1:])
+        except SystemExit as end:
+            status = end.code
+    assert status == 0, command
+    return printed.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def place(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="module")
+def document():
+    return staleness.run()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command):
+    assert run(command).strip()
+
+
+def test_output_is_what_the_code_before_it_prints():
+    shown = [
+        (kind, code, text)
+        for (kind, code), (after, text) in pairwise(BLOCKS)
+        if after == "text" and kind in ("bash", "python")
+    ]
+    assert {kind for kind, _, _ in shown} == {"bash", "python"}
+    for kind, code, text in shown:
+        if kind == "bash":
+            found = "".join(run(line) for line in code.splitlines())
+        else:
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, "README.md", "exec"), {})
+            found = printed.getvalue()
+        assert [line.rstrip() for line in found.rstrip().splitlines()] == [
+            line.rstrip() for line in text.rstrip().splitlines()
+        ]
+
+
+def test_reading_is_what_the_study_says(document):
+    assert (
+        re.findall(r"^- (.*)$", between("reading", "end of reading"), re.MULTILINE)
+        == (document["reading"])
+    )
+
+
+def test_numbers_behind_the_figure_are_what_the_study_computes(document):
+    with (ROOT / "docs/figures/staleness.csv").open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert len(kept) == len(document["rows"])
+    for before, row in zip(kept, document["rows"], strict=True):
+        for key, text in before.items():
+            value = row[key]
+            if isinstance(value, float):
+                assert float(text) == pytest.approx(value, rel=1e-7, abs=1e-9), (key, before)
+            else:
+                assert text == ("" if value is None else str(value)), (key, before)
+
+
+def test_figure_is_there():
+    assert "(docs/figures/staleness.png)" in README
+    assert (ROOT / "docs/figures/staleness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_verb_is_either_shown_or_said_to_be_missing():
+    missing = re.search(r"^- Not there yet: (.*?)^- ", README, re.MULTILINE | re.DOTALL)
+    absent = set(re.findall(r"`(\w+)`", missing[1]))
+    shown = {shlex.split(command)[1] for command in COMMANDS}
+    assert shown == set(VERBS)
+    assert absent == DESIGNED - set(VERBS)
+
+
+def tree() -> set[str]:
+    """Paths that the README's tree names; folders end in a slash."""
+    paths, stack = set(), []
+    for line in between("tree", "end of tree").strip().splitlines()[1:-1]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        stack = [*stack[:depth], name]
+        paths.add("".join(stack))
+    return paths
+
+
+def tracked() -> list[str]:
+    """Files of the repository; outside git, files that are neither hidden nor generated."""
+    words = ["git", "ls-files"]
+    answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if answer.returncode == 0 and answer.stdout:
+        return [path for path in answer.stdout.splitlines() if (ROOT / path).exists()]
+    found = []
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [n for n in names if n[0] != "." and not n.endswith(("__", ".egg-info"))]
+        found += [os.path.relpath(Path(folder, file), ROOT) for file in files]
+    return found
+
+
+def test_every_path_in_the_tree_exists():
+    for path in tree():
+        assert (ROOT / path).exists(), path
+        assert (ROOT / path).is_dir() == path.endswith("/"), path
+
+
+def test_the_tree_leaves_out_nothing():
+    wanted = set()
+    for path in tracked():
+        parts = path.split("/")
+        wanted.add(parts[0] + "/" * (len(parts) > 1))
+        if parts[0] in HOUSES and parts[1] != "__init__.py":
+            wanted.add("/".join(parts[:2]) + "/" * (len(parts) > 2))
+    assert sorted(wanted - tree()) == []
