@@ -18,6 +18,7 @@ from windage.estimators.errors import BadInput, unknown
 from windage.toy.objective import objective
 from windage.toy.problems import Problem, normalize
 
+ROUNDING = 1e-12
 LogProbabilities = Float[Tensor, "P N V"]
 
 
@@ -127,7 +128,7 @@ def top_p(problem: Problem, *, p: float = 1.0) -> LogProbabilities:
     _require(0 < p <= 1, "p", p, "a number above 0, at most 1")
     order = problem.logits.argsort(dim=-1, descending=True, stable=True)
     from_here = problem.logp.exp().gather(-1, order).flip(-1).cumsum(-1).flip(-1)
-    beyond = from_here <= 1 - p
+    beyond = from_here <= (1 - p) * (1 + ROUNDING)
     beyond[..., 0] = False
     dropped = torch.zeros_like(beyond).scatter(-1, order, beyond)
     return normalize(problem.logits.masked_fill(dropped, -torch.inf))
