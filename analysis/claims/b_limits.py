@@ -13,6 +13,7 @@ from windage.analysis.claims.measures import (
     alone,
     corrected,
     figures,
+    largest_weight,
     mean_reward,
     moments,
     path,
@@ -244,11 +245,6 @@ def _outside_band(problem: Problem, baseline: float, low: float, high: float) ->
     return pull_back(walk.flow * dropped * value, walk.probability)
 
 
-def _largest_weight(estimator: Estimator, problem: Problem) -> float:
-    walk = Walk(problem)
-    return float(estimator.corrections[0].map(walk.log_ratio, torch.ones(())).max())
-
-
 @claim(
     "B-30",
     section=SECTION,
@@ -268,7 +264,7 @@ def b_30() -> Outcome:
         mean = moments(entry, problem).mean
         apart.append(float((mean - uncut + _outside_band(problem, b, low, high)).norm()))
         found.append(figures(entry, problem))
-        largest.append(_largest_weight(entry, problem) / high)
+        largest.append(largest_weight(entry, problem) / high)
     bias, noise = ([f[n] for f in found] for n in ("relative_bias", "variance"))
     return Outcome(
         figures=[

@@ -61,6 +61,13 @@ def merit(found: Moments, problem: Problem, responses: int) -> float:
     return float(along / (length * gradient.square().sum()))
 
 
+def largest_weight(estimator: Estimator, problem: Problem) -> float:
+    """Largest weight of a token under a correction with token reach, whatever the advantage."""
+    ratios = Walk(problem).log_ratio
+    map_ = estimator.corrections[0].map
+    return max(float(map_(ratios, torch.full((), sign)).max()) for sign in (1.0, -1.0))
+
+
 def alone(name: str, baseline: float = 0.0, **settings: Any) -> Estimator:
     """A catalogue entry for one response: a constant in place of its group's baseline."""
     return replace(get(name, **settings), advantage=use(constant, baseline=float(baseline)))
