@@ -23,7 +23,10 @@ from windage.analysis.plots import Figure
 from windage.analysis.tables import Table, frame, from_rows
 from windage.analysis.terminal import Rendered
 
-PAGES = {"study": "windage.analysis.studies.study_page"}
+PAGES = {
+    "audit": "windage.analysis.audit.page",
+    "study": "windage.analysis.studies.study_page",
+}
 
 
 @final

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from windage.analysis.audit import coefficients, invariance, moments
 from windage.analysis.audit.logged import Subject
@@ -26,6 +28,8 @@ def audit(
 ) -> list[Row]:
     """Decide the claims of an estimator, in both directions.
 
+    Declared claims are about rewards: penalties are set aside and decided by themselves.
+
     Args:
         subject: an entry, or one with the functions that feed it.
         seed: of the generated problems and rows.
@@ -37,21 +41,31 @@ def audit(
     estimator = subject.estimator
     name = target or estimator.name
     wanted = set(ALL_PROPERTIES if only is None else only)
-    rows = _moment_rows(estimator, name, wanted, seed)
+    bare = replace(subject, estimator=replace(estimator, penalties=()))
+    rows = _moment_rows(bare.estimator, name, wanted, seed)
     for claim in estimator.claims:
         if claim.property in coefficients.DECIDED and claim.property in wanted:
             decide = coefficients.DECIDED[claim.property]
-            findings = [decide(subject, claim, seed + k) for k in range(DRAWS)]
-            rows.append(_row(name, claim, worst(findings), estimator))
+            findings = [_guarded(decide, bare, claim, seed + k) for k in range(DRAWS)]
+            known = [finding for finding in findings if finding is not None]
+            rows.append(_row(name, claim, worst(known), estimator))
     for property in ALWAYS:
         check = invariance.CHECKS.get(property, coefficients.penalty)
         if property in wanted:
-            seen = [check(subject, seed + k) for k in range(DRAWS)]
+            seen = [_guarded(check, subject, seed + k) for k in range(DRAWS)]
             known = [finding for finding in seen if finding is not None]
             if known:
                 rows.append(judged(name, property, worst(known)))
     order = list(ALL_PROPERTIES)
     return sorted(rows, key=lambda row: order.index(row.property))
+
+
+def _guarded(decide: Callable[..., Finding | None], *arguments: Any) -> Finding | None:
+    """A check's finding; where the estimator refuses what it should take, that is the finding."""
+    try:
+        return decide(*arguments)
+    except (ValueError, RuntimeError, ArithmeticError) as problem:
+        return Finding(size=math.inf, witness=f"{type(problem).__name__}: {problem}")
 
 
 def _moment_rows(estimator: Estimator, name: str, wanted: set[str], seed: int) -> list[Row]:

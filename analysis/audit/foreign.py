@@ -121,7 +121,7 @@ def audit_loss(
     Args:
         loss: as `tried` returned it.
         like: an entry as named, whose correction and aggregation the loss must have.
-        claimed: names of `CLAIMS` to hold it to.
+        claimed: names of `LOSS_CLAIMS` to hold it to.
         seed: of the random inputs.
 
     Raises:
@@ -133,19 +133,10 @@ def audit_loss(
             raise unknown("claim", name, CLAIMS)
     if like is not None:
         refuse(*like)
-    bounds = [*BOUNDS, *(_own_bounds(like[1]) if like is not None else ())]
-    samples = judged_samples(seed, bounds)
-    found = [loss.coefficients(s) for s in samples]
-    rows, examples = [], []
-    if like is not None:
-        row, example = _held_to(loss, like, samples, found)
-        rows.append(row)
-        examples += [example] if example is not None else []
-    required = bool(names)
-    for name in names or ([] if like is not None else list(CLAIMS)):
-        row, example = _claimed(loss, name, samples, like, required)
-        rows.append(row)
-        examples += [example] if example is not None and required else []
+    samples = judged_samples(seed, bounds(like))
+    rows, examples, found = judge(loss, samples, like=like, required=names)
+    if not names and like is None:
+        rows += [_claimed(loss, name, samples, None, required=False)[0] for name in CLAIMS]
     rows += [_extreme(loss, s) for s in extreme_samples()]
     finite = [(s, f) for s, f in zip(samples, found, strict=True) if torch.isfinite(f).all()]
     closest = closeness([s for s, _ in finite], [f for _, f in finite])
@@ -156,13 +147,37 @@ def audit_loss(
     )
 
 
+def judge(
+    loss: Loss,
+    samples: list[Sample],
+    *,
+    like: tuple[str, Estimator] | None,
+    required: Iterable[str],
+) -> tuple[list[Row], list[CounterExample], list[Tensor]]:
+    """Hold a loss to an entry and to named claims on given inputs.
+
+    Returns:
+        A row each, an example for each that fails, and the loss's coefficients on every input.
+    """
+    found = [loss.coefficients(s) for s in samples]
+    results = [] if like is None else [_held_to(loss, like, samples, found)]
+    results += [_claimed(loss, name, samples, like, required=True) for name in required]
+    examples = [example for _, example in results if example is not None]
+    return [row for row, _ in results], examples, found
+
+
+def bounds(like: tuple[str, Estimator] | None) -> list[float]:
+    """Ratios at which the catalogue's defaults, or the entry's own settings, change something."""
+    return [*BOUNDS, *(_own_bounds(like[1]) if like is not None else ())]
+
+
 def _own_bounds(like: Estimator) -> list[float]:
     """Ratios at which the entry's own settings change something."""
     s = like.settings
-    bounds = [1 + s["clip_high"]] if "clip_high" in s else []
-    bounds += [1 - s["clip_low"]] if "clip_low" in s else []
+    own = [1 + s["clip_high"]] if "clip_high" in s else []
+    own += [1 - s["clip_low"]] if "clip_low" in s else []
     names = ("cap", "low", "high", "a_pos", "b_pos", "a_neg", "b_neg")
-    return [b for b in [*bounds, *(s[n] for n in names if n in s)] if 0 < b < math.inf]
+    return [b for b in [*own, *(s[n] for n in names if n in s)] if 0 < b < math.inf]
 
 
 def _worst(sizes: list[float]) -> int:
@@ -284,14 +299,16 @@ def _reported(loss: Loss, property: str, claimed: str, verdict: str, found: str)
 
 def _extreme(loss: Loss, s: Sample) -> Row:
     """What a loss makes of an extreme input: reported, never judged."""
+    property = f"at {s.name}"
     try:
         found = loss.coefficients(s)
     except BadInput as problem:
         words = str(problem).removeprefix(f"{loss.name}: ")
-    else:
-        finite = bool(torch.isfinite(found).all())
-        words = f"finite, at most {float(found.abs().max()):.4g}" if finite else "NaN or infinite"
-    return _reported(loss, f"at {s.name}", "", "reported", words)
+        return _reported(loss, property, "", "fails", words)
+    if not bool(torch.isfinite(found).all()):
+        return _reported(loss, property, "", "not finite", "NaN or infinite coefficients")
+    largest = f"largest coefficient {float(found.abs().max()):.4g}"
+    return _reported(loss, property, "", "finite", largest)
 
 
 def _nearest_example(loss: Loss, best: Closeness, samples: list[Sample]) -> list[CounterExample]:

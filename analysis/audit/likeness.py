@@ -24,6 +24,7 @@ from windage.estimators.estimator import Estimator, Terms, token_coefficients
 
 RELATIVE = 1e-5
 OF_LARGEST = 1e-7
+ROUNDING = 1e-14
 Expected = Callable[[Sample], Tensor]
 
 
@@ -53,7 +54,8 @@ def given(estimator: Estimator, s: Sample) -> Tensor:
         logp=s.logp.unsqueeze(0),
         behavior_logp=s.behavior_logp.unsqueeze(0),
     )
-    return token_coefficients(replace(estimator, admission=()), terms, batch).own[0]
+    bare = replace(estimator, admission=(), penalties=())
+    return token_coefficients(bare, terms, batch).own[0]
 
 
 @final
@@ -92,7 +94,7 @@ def refuse(name: str, estimator: Estimator) -> None:
             f"--like {name}: score centering needs head log-probabilities, which a loss of logp "
             f"does not get; allowed: {allowed}"
         )
-    if estimator.active_penalties:
+    if any(m.traits.place != "reward" for m in estimator.active_penalties):
         raise BadInput(
             f"--like {name}: a penalty needs reference log-probabilities, which a loss of logp "
             "does not get; allowed: coefficient=0"
@@ -138,8 +140,7 @@ def departure(found: Tensor, expected: Tensor) -> float:
         return math.inf
     if expected.numel() == 0:
         return 0.0
-    largest = expected.abs().max().clamp(min=1e-9)
-    tolerated = RELATIVE * expected.abs() + OF_LARGEST * largest
+    tolerated = RELATIVE * expected.abs() + OF_LARGEST * expected.abs().max() + ROUNDING
     return float(((found - expected).abs() / tolerated).max())
 
 

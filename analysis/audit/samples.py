@@ -110,14 +110,14 @@ def sample(
     *,
     lengths: Sequence[int] | None = None,
 ) -> Sample:
-    """A sample from log-ratios, with the larger log-probability of every token at -1.
+    """A sample from log-ratios, with the larger log-probability of every token at -0.7.
 
     Example:
         >>> sample("one", [[0.5]], [1.0]).behavior_logp
-        tensor([[-1.5000]], dtype=torch.float64)
+        tensor([[-1.2000]], dtype=torch.float64)
     """
     x = torch.tensor(log_ratio, dtype=torch.float64)
-    logp, behavior_logp = split(torch.full_like(x, -1.0), x)
+    logp, behavior_logp = split(torch.full_like(x, -0.7), x)
     size = torch.full((len(x),), x.shape[1]) if lengths is None else torch.tensor(lengths)
     mask = torch.arange(x.shape[1]) < size.unsqueeze(-1)
     return Sample(
@@ -185,10 +185,12 @@ def _random(number: int, generator: torch.Generator) -> Sample:
     return plain.filled(garbage)
 
 
-def judged_samples(seed: int, bounds: Iterable[float] = BOUNDS) -> list[Sample]:
+def judged_samples(
+    seed: int, bounds: Iterable[float] = BOUNDS, random: int = RANDOM
+) -> list[Sample]:
     """Every input on which gradients are judged: finite, |log-ratio| at most 5, no empty row."""
     generator = torch.Generator().manual_seed(seed)
-    return boundary(bounds) + [_random(k, generator) for k in range(RANDOM)]
+    return boundary(bounds) + [_random(k, generator) for k in range(random)]
 
 
 def extreme_samples() -> list[Sample]:
