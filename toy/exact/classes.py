@@ -14,6 +14,8 @@ the other prompts' tokens, a convolution.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import final
 
@@ -32,8 +34,11 @@ from windage.toy.exact.prefix_tree import (
     response_scale,
     tree_weights,
 )
-from windage.toy.exact.tuples import compositions, multinomial, spread, ways
+from windage.toy.exact.tuples import compositions, spread, ways
 from windage.toy.problems import Problem
+
+# Tables of fewer cells are kept between calls: they depend on reward values only.
+SMALL = 100_000
 
 
 def class_values(
@@ -50,21 +55,59 @@ def class_values(
     members = mine.to(walk.leaf_flow.dtype)
     mass = members @ walk.leaf_flow[0]
     drawn = mass > 0
-    if not bool(drawn.all()):
+    if not bool(drawn.all()):  # a class of mass 0 would be divided by
         kinds, members, mass = kinds[drawn], members[drawn], mass[drawn]
     return kinds, members.unsqueeze(1), mass
 
 
-@lru_cache(maxsize=64)
-def listing(parts: int, group_size: int) -> tuple[Float[Tensor, "C R"], Int[Tensor, "C G"]]:
-    """The counts of all groups of a number of classes, and the class of each member."""
-    counts = compositions(parts, group_size)
-    return counts.double(), spread(counts, group_size)
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """What the counts of the classes decide, whatever the probabilities.
+
+    Args:
+        counts: of the classes, a row a group.
+        log_ways: logarithm of the orders in which a group can be drawn.
+        advantages: of each class in each group, 0 where it has no member.
+        keep: the groups that admission does not draw again; None: all.
+    """
+
+    counts: Float[Tensor, "C R"]
+    log_ways: Float[Tensor, " C"]
+    advantages: Float[Tensor, "C R"]
+    keep: Float[Tensor, " C"] | None
+
+
+def tabulate(
+    advantage: Member, admission: tuple[Member, ...], rewards: tuple[float, ...], group_size: int
+) -> Table:
+    """Call advantage and admission on every group of members of the classes."""
+    counts = compositions(len(rewards), group_size)
+    who = spread(counts, group_size)
+    drawn = torch.tensor(rewards, dtype=torch.float64)[who].unsqueeze(1)
+    present = torch.ones_like(drawn, dtype=torch.bool)
+    fields = {"rewards": drawn, "outcomes": drawn, "present": present}
+    found = advantage(*(fields[name] for name in advantage.traits.needs)).squeeze(1)
+    n = counts.double()
+    keep: Tensor | None = None
+    for member in admission:
+        if member.traits.refill:
+            kept = member(*(fields[name] for name in member.traits.needs)).any(-1).squeeze(-1)
+            keep = kept.double() if keep is None else keep * kept
+    return Table(
+        counts=n,
+        log_ways=math.lgamma(group_size + 1) - torch.lgamma(n + 1).sum(1),
+        advantages=torch.zeros_like(n).scatter(1, who, found),
+        keep=keep,
+    )
+
+
+small_table = lru_cache(maxsize=64)(tabulate)
 
 
 @final
 class Groups:
-    """The groups of one prompt by the counts of its classes: probability, advantages, tokens.
+    """The groups of one prompt by the counts of its classes: probabilities, advantages, tokens.
 
     Args:
         estimator: its advantage and admission are called on every group.
@@ -74,35 +117,24 @@ class Groups:
 
     def __init__(self, estimator: Estimator, problem: Problem, group_size: int) -> None:
         self.walk = Walk(problem)
+        self.group_size = group_size
         values, members, self.mass = class_values(
             problem, self.walk, by_length=counts_tokens(estimator)
         )
         self.members = list(members)
-        self.counts, self.who = listing(len(values), group_size)
-        self.chance = multinomial(self.counts, self.mass)
-        rewards = values[:, 0][self.who].unsqueeze(1)
-        fields = {
-            "rewards": rewards,
-            "outcomes": rewards,
-            "present": torch.ones_like(rewards, dtype=torch.bool),
-        }
-
-        def call(member: Member) -> Tensor:
-            return member(*(fields[name] for name in member.traits.needs))
-
+        rewards, self.lengths = tuple(values[:, 0].tolist()), values[:, 1]
+        find = small_table if ways(len(rewards), group_size) * group_size < SMALL else tabulate
+        table = find(estimator.advantage, estimator.admission, rewards, group_size)
+        self.counts, self.advantages = table.counts, table.advantages
         self.share = self.counts / self.mass
-        found = call(estimator.advantage).squeeze(1)
-        self.advantages = torch.zeros_like(self.counts).scatter(1, self.who, found)
+        self.chance = (table.log_ways + self.counts @ self.mass.log()).exp()
         self.probability = self.chance
-        for member in estimator.admission:
-            if member.traits.refill:
-                self.probability = self.probability * call(member).any(-1).squeeze(-1)
-        if self.probability is not self.chance:
-            total = self.probability.sum()
+        if table.keep is not None:
+            kept = self.chance * table.keep
+            total = kept.sum()
             if total <= 0:
                 raise Undefined("every group is degenerate: no reward varies")
-            self.probability = self.probability / total
-        self.lengths = values[:, 1]
+            self.probability = kept / total
 
     @cached_property
     def tokens(self) -> Int[Tensor, " C"]:
@@ -130,7 +162,7 @@ def _scales(
         law = conv1d(law[None, None], tokens.flip(0)[None, None], padding=pad)[0, 0]
     own = torch.bincount(groups[p].tokens).nonzero().squeeze(1)
     rest = law.nonzero().squeeze(1)
-    size = groups[p].who.shape[1]
+    size = groups[p].group_size
     lengths = torch.zeros((len(own), len(rest), len(groups), size), dtype=torch.long)
     lengths[:, :, 0, 0] = own.unsqueeze(1)
     if len(groups) > 1:
