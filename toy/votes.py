@@ -38,10 +38,9 @@ def majority(
         table[..., 0, 0] = right**n / math.factorial(n)
         for c in range(wrong.shape[-1]):
             table = _add(table, wrong[..., c], n)
-        used = torch.arange(left + 1)
-        rest = silent.unsqueeze(-1) ** (left - used) / torch.lgamma(left - used + 1.0).exp()
-        share = 1 / torch.arange(1.0, wrong.shape[-1] + 2)
-        found = (table * rest.unsqueeze(-1) * share.to(table.dtype)).sum((-2, -1))
+        rest = torch.stack([silent**m / math.factorial(m) for m in range(left, -1, -1)], -1)
+        share = 1 / torch.arange(1, wrong.shape[-1] + 2, dtype=table.dtype)
+        found = (table * rest.unsqueeze(-1) * share).sum((-2, -1))
         total = total + math.factorial(votes) * found
     return total
 

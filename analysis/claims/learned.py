@@ -184,15 +184,22 @@ def composed(seed: int) -> dict[int, Tensor]:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ending:
-    """How runs on WINDOW ended: P(right), a row a clip, and the longest update before the clip."""
+    """How runs on WINDOW ended.
+
+    Args:
+        right: P(right), a row a clip.
+        taught: replicates whose data hold a positive; the others have nothing to learn from.
+        norm: the longest update before the clip.
+    """
 
     right: Tensor
+    taught: Tensor
     norm: float
 
     @property
     def collapsed(self) -> list[int]:
-        """Runs that end below 0.05, at each clip."""
-        return (self.right < 0.05).sum(-1).tolist()
+        """Runs with a positive in their data that end below 0.05, at each clip."""
+        return (self.taught & (self.right < 0.05)).sum(-1).tolist()
 
 
 @cache
@@ -213,10 +220,12 @@ def ending(
 ) -> Ending:
     """Two thousand minibatch steps on WINDOW from fair coins, 24 replicates at each clip."""
     window = Window(low=low, high=high)
-    update = flipped_update(_flips(window, count, minibatch, seed), ENTRIES[arm])
+    flips = _flips(window, count, minibatch, seed)
+    update = flipped_update(flips, ENTRIES[arm])
     start = torch.zeros((len(limits), 24, window.bits), dtype=torch.float64)
     limit = torch.tensor(limits, dtype=torch.float64).unsqueeze(-1)
     last, norm = start, 0.0
     for state in path(start, update, steps=2_000, rate=rate, limit=limit):
         last, norm = state.parameters, max(norm, float(state.norm.max()))
-    return Ending(right=window.chance(last), norm=norm)
+    taught = (flips.rewards > 0).any(-1)
+    return Ending(right=window.chance(last), taught=taught, norm=norm)
