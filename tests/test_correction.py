@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from checks import assert_close, assert_zero, refused
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import booleans, numbers
 
@@ -63,6 +63,7 @@ def test_reaches_are_sums_over_trainable_tokens(drawn):
     assert_close(prefix(x, mask) + suffix(x, mask) - x, trajectory(x, mask))
 
 
+@settings(max_examples=25)
 @given(rows, st.sampled_from([NAN, INF, -INF, 1e4]))
 def test_what_is_masked_reaches_no_weight(drawn, held):
     x, mask, advantage = drawn
