@@ -409,16 +409,18 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
         spread = beta**2 * count * (second - first.square())
         return mean, mean.square() + spread
 
+    flat = x.flatten(2)
+    gram = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).permute(1, 2, 0)
     u1, u2 = siblings(g - 1)
     mean = alpha * x[1] + u1[:, None, None] * x[0]
     square = g * (alpha**2 * q[2] + 2 * alpha * u1 * q[1] + u2 * q[0])
     if group_size > 1:
         v1, v2 = siblings(g - 2)
         square = square + g * (g - 1) * (
-            (alpha**2 + beta**2) * dot(x[1], x[1])
-            + 2 * alpha * beta * dot(x[2], x[0])
-            + 2 * (alpha + beta) * v1 * dot(x[1], x[0])
-            + v2 * dot(x[0], x[0])
+            (alpha**2 + beta**2) * gram[1, 1]
+            + 2 * alpha * beta * gram[2, 0]
+            + 2 * (alpha + beta) * v1 * gram[1, 0]
+            + v2 * gram[0, 0]
         )
     variance = scale**2 * (square - g**2 * dot(mean, mean)).sum()
     return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * x[0])
