@@ -25,6 +25,7 @@ from windage.analysis.terminal import Rendered
 
 PAGES = {
     "audit": "windage.analysis.audit.page",
+    "claims": "windage.analysis.claims.page",
     "study": "windage.analysis.studies.study_page",
 }
 

@@ -17,6 +17,7 @@ from windage.estimators.errors import BadInput, unknown
 VERBS = {
     "study": "exact bias and variance of estimators on a problem",
     "audit": "do declared claims hold? for catalogue entries and for any module:function loss",
+    "claims": "the documents' statements, executed: statement, measured figures, verdict",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,21 +65,25 @@ class Row:
         }
 
 
-def allowed(expected: float | None, tolerance: float | tuple[float | None, float | None]) -> str:
-    """Words for what a figure may be.
+def allowed(expected: float | None, tolerance: float | tuple[float | None, ...]) -> str:
+    """Words for what a figure may be, with as many digits as count.
 
     Example:
-        >>> allowed(0.5, (0.4, None)), allowed(0.349, 1e-4)
-        ('0.5 (at least 0.4)', '0.349 ± 0.0001')
+        >>> allowed(0.5, (0.4, None)), allowed(0.349, 1e-4), allowed(0.0, 1e-12), allowed(4, 0)
+        ('0.5 (at least 0.4)', '0.3490 ± 0.0001', '0 ± 1e-12', '4')
     """
-    if not isinstance(tolerance, tuple):
+    if isinstance(tolerance, tuple):
+        low, high = tolerance
+        if low is not None and high is not None:
+            words = f"{low:g} to {high:g}"
+        else:
+            words = f"at least {low:g}" if low is not None else f"at most {high:g}"
+        return words if expected is None else f"{expected:g} ({words})"
+    assert expected is not None
+    if expected == 0 or not 0 < tolerance < 1:
         return f"{expected:g}" if tolerance == 0 else f"{expected:g} ± {tolerance:.2g}"
-    low, high = tolerance
-    if low is not None and high is not None:
-        words = f"{low:g} to {high:g}"
-    else:
-        words = f"at least {low:g}" if low is not None else f"at most {high:g}"
-    return words if expected is None else f"{expected:g} ({words})"
+    digits = -math.floor(math.log10(tolerance))
+    return f"{expected:.{min(digits, 9)}f} ± {tolerance:.2g}"
 
 
 def run(claim: Claim, *, seed: int = 0) -> Row:

@@ -1,0 +1,114 @@
+"""Pictures of claims: figures of a row as curves, where a curve says more than a list.
+
+A picture is data: which figures of the row, found by their names, lie on which curve.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from windage.analysis.plots import DASHES, Figure, Later, draw
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00")
+MARKERS = ("o", "s", "^", "D")
+NUMBER = r"([-−]?[\d.,_]+(?:e-?\d+)?)"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Curves of a row's figures.
+
+    Args:
+        x, y: what the axes are.
+        curves: label of each curve and the name of its figures, {} where the number stands.
+        log: axes in powers of ten.
+        level: a line to compare with, and its label.
+    """
+
+    x: str
+    y: str
+    curves: Mapping[str, str]
+    log: str = ""
+    level: tuple[float, str] | None = None
+
+
+PICTURES = {
+    "B-05": Picture(x="group size", y="variance", curves={
+        "rloo": "var, rloo, G = {}", "no baseline, mean reward 0": "var, none at E R = 0, G = {}"}),
+    "B-09": Picture(x="group size, 48 responses in all", y="variance of the update × 10³",
+                    curves={"rloo": "variance of the update ×10³, G = {}"}, log="x"),
+    "B-11": Picture(x="λ", y="of the update", curves={
+        "bias, wavy critic": "bias, wavy, λ = {}", "variance": "var, wavy, λ = {}"}),
+    "B-15": Picture(x="policy", y="expected length, tokens", log="x", curves={
+        "failing responses": "E[T | fail], policy {}",
+        "correct responses": "E[T | success], policy {}"}, level=(4.99934, "at the start")),
+    "B-24": Picture(x="length T, tokens", y="weight on the heaviest 1 % of responses",
+                    curves={"product of ratios": "weight on 1 %, T = {}"}),
+    "B-26": Picture(x="cap", y="of one response", log="x", curves={
+        "bias": "bias, C = {}", "variance": "var, C = {}"}),
+    "B-29": Picture(x="clipped steps", y="ratio of arm 0", log="x",
+                    curves={"clip 0.2": "ratio after {} steps"}, level=(1.2, "1 + ε")),
+    "B-36": Picture(x="steps", y="entropy of the trainer, nats", log="x",
+                    curves={"sampler synced": "entropy, n = {}"}, level=(2.9957, "at the start")),
+    "B-39": Picture(x="head tokens k", y="residual", log="xy", curves={
+        "unweighted": "residual, k = {}", "capped at 2": "residual, capped, k = {}"}),
+    "B-41": Picture(x="steps, no baseline", y="π(arm 0 | good)", log="x", curves={
+        "no correction": "none, {} steps", "capped at 2": "cap 2, {} steps",
+        "centered": "centered, {} steps", "centered, capped": "centered cap 2, {} steps"}),
+}  # fmt: skip
+
+
+def points(row: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
+    """Numbers in the names of the figures that match, and their values.
+
+    Example:
+        >>> points({"figures": [{"name": "bias, C = 1.5", "value": 0.2}]}, "bias, C = {}")
+        [(1.5, 0.2)]
+    """
+    pattern = re.compile(re.escape(name).replace(r"\{\}", NUMBER))
+    found = []
+    for figure in row["figures"]:
+        match = pattern.fullmatch(figure["name"])
+        if match and figure["value"] is not None:
+            number = match[1].replace(",", "").replace("_", "").replace("−", "-")
+            found.append((float(number), figure["value"]))
+    return sorted(found)
+
+
+def picture(row: Mapping[str, Any]) -> Figure | None:
+    """The picture of a row, or None where its list says as much."""
+    wanted = PICTURES.get(row["id"])
+    if wanted is None:
+        return None
+    curves = {label: points(row, name) for label, name in wanted.curves.items()}
+
+    def paint(canvas: Any) -> Iterable[Later]:
+        axes = canvas.subplots()
+        for i, (label, curve) in enumerate(curves.items()):
+            axes.plot(
+                *zip(*curve, strict=True),
+                color=COLOURS[i],
+                marker=MARKERS[i],
+                ls=DASHES[i],
+                ms=5,
+                label=label,
+            )
+        if wanted.level is not None:
+            axes.axhline(wanted.level[0], color="#6b6b6b", lw=0.8, label=wanted.level[1])
+        for side in wanted.log:
+            axes.set(**{f"{side}scale": "log"})
+        axes.set(xlabel=wanted.x, ylabel=wanted.y)
+        axes.legend(frameon=False, fontsize=8)
+        return ()
+
+    return draw(
+        row["id"].lower(),
+        paint,
+        size=(6.0, 3.2),
+        caption=f"{row['id']}: {wanted.y} by {wanted.x}, the figures of the table below.",
+        alt=f"{wanted.y} by {wanted.x}: {', '.join(curves)}.",
+    )
