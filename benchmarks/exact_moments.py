@@ -240,11 +240,11 @@ def markdown(document: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        "The norm of the bias to 1 % relative standard error, K = 64, G = 16, one thread; the sampler's",
-        "logits have noise of the given sigma.  Targets, for the row with the star: 10,000 and 100.",
+        "The norm of the bias to 1 % relative standard error, K = 64, G = 16, one thread; noise",
+        "on the sampler's logits is sigma.  Targets, for the row with the star: 10,000 and 100.",
         "",
-        "| estimator | sigma | relative bias | groups | loop, groups/s | vmap, groups/s | exact, ms "
-        "| loop / exact | vmap / exact |",
+        "| estimator | sigma | relative bias | groups | loop, groups/s | vmap, groups/s "
+        "| exact, ms | loop / exact | vmap / exact |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for n, r in enumerate(document["bias"]):
