@@ -3,17 +3,18 @@
 import contextlib
 import csv
 import io
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from windage.analysis.studies import staleness
-from windage.cli.main import VERBS, main
+from windage.cli.main import VERBS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +26,23 @@ DESIGNED = {"study", "audit", "claims", "learn", "pipeline", "choose"} | {
     "evaluate",
     "diagnose",
 }
+STUDY = "windage study --json"
+PROGRAM = """
+import contextlib, io, json, shlex, sys
+from windage.cli.main import main
+
+found = {}
+for command in json.load(sys.stdin):
+    program, *words = shlex.split(command)
+    assert program == "windage", command
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+    found[command] = (status, printed.getvalue())
+print(json.dumps(found))
+"""
 HOUSES = ("estimators", "toy", "llm", "analysis", "cli")
 
 
@@ -32,36 +50,34 @@ def between(start: str, end: str) -> str:
     return README.split(f"<!-- {start} -->")[1].split(f"<!-- {end} -->")[0]
 
 
-def run(command: str) -> str:
-    words = shlex.split(command)
-    assert words[0] == "windage"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        try:
-            status = main(words[1:])
-        except SystemExit as end:
-            status = end.code
-    assert status == 0, command
-    return printed.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("COLUMNS", "80")
+@pytest.fixture(scope="module")
+def outputs():
+    """What each command prints, all in one process, 80 columns wide."""
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input=json.dumps([*COMMANDS, STUDY]),
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert {status for status, _ in found.values()} == {0}, found
+    return {command: printed for command, (_, printed) in found.items()}
 
 
 @pytest.fixture(scope="module")
-def document():
-    return staleness.run()
+def document(outputs):
+    return json.loads(outputs[STUDY])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command):
-    assert run(command).strip()
+def test_commands_run(command, outputs):
+    assert outputs[command].strip()
 
 
-def test_output_is_what_the_code_before_it_prints():
+def test_output_is_what_the_code_before_it_prints(outputs):
     shown = [
         (kind, code, text)
         for (kind, code), (after, text) in pairwise(BLOCKS)
@@ -70,7 +86,7 @@ def test_output_is_what_the_code_before_it_prints():
     assert {kind for kind, _, _ in shown} == {"bash", "python"}
     for kind, code, text in shown:
         if kind == "bash":
-            found = "".join(run(line) for line in code.splitlines())
+            found = "".join(outputs[line] for line in code.splitlines())
         else:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):

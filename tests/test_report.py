@@ -85,6 +85,10 @@ def printed(thing, width):
         (9999.6, "1.00e4"),
         (123456, "123456"),
         (math.pi, "3.14"),
+        (0.9996, "1-4e-04"),
+        (-1.00004, "-1+4e-05"),
+        (1 + 1e-15, "1"),
+        (0.9994, "0.999"),
         ([1.0, 0.25], "1, 0.25"),
         ({"cap": 2.0, "eps": 1e-6}, "cap=2 eps=1.00e-6"),
         ("inf", "inf"),
@@ -130,6 +134,8 @@ def test_columns_go_by_worth_and_it_is_said():
     assert [[c.key for c in part] for part in terminal.fit(table, 100)] == [["a", "b", "c"], []]
     assert [[c.key for c in part] for part in terminal.fit(table, 25)] == [["a", "c"], ["b"]]
     assert [[c.key for c in part] for part in terminal.fit(table, 1)] == [["a"], ["b", "c"]]
+    starred = a_table(columns=[Column(key="x", label="x")], strong=frozenset({(0, "x")}))
+    assert terminal.widths(starred) == {"x": len("* 0.5") + 2}
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
@@ -255,6 +261,15 @@ def test_a_verb_without_a_look_gets_its_rows(tmp_path):
 
 def test_every_entry_has_a_family_and_none_looks_like_another():
     assert "other" not in {family(name) for name in CATALOGUE}
+    known = {
+        "rloo": "no correction",
+        "icepop": "token ratio",
+        "suffix_is": "sequence ratio",
+        "gspo": "clip",
+        "topr": "taper",
+        "centered_mask": "score centering",
+    }
+    assert {name: family(name) for name in known} == known
     assert family("nobody") == "other" and family("token_tis:cap=4") == "token ratio"
     colours, markers = zip(*plots.FAMILIES.values(), strict=True)
     assert len(set(colours)) == len(set(markers)) == len(plots.FAMILIES)
