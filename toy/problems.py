@@ -277,7 +277,8 @@ def trajectories() -> Problem:
 
     Two sampled and one unsampled trajectory of either sign; the sampler never draws the unsampled.
     """
-    logits = torch.log(torch.tensor([0.30, 0.20, 0.15, 0.15, 0.12, 0.08])).unsqueeze(0)
+    chance = torch.tensor([0.30, 0.20, 0.15, 0.15, 0.12, 0.08], dtype=torch.float64)
+    logits = chance.log().unsqueeze(0)
     behavior = logits.clone()
     behavior[..., 4:] = -torch.inf
     rewards = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
@@ -301,11 +302,16 @@ def token_tree(horizon: int = 4, vocab: int = 3) -> Problem:
 
 
 def difficulties(success: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9)) -> Problem:
-    """Prompts of different difficulty: two-step responses whose first token is right or wrong."""
+    """Prompts of different difficulty: responses of up to two tokens, right if they start with 1.
+
+    Args:
+        success: chance of a right response, a prompt, among those that do not stop at once (0.9).
+    """
     tree = Tree(3, 2, 2)
-    logits = torch.zeros(len(success), tree.prefixes, 3)
+    logits = torch.zeros((len(success), tree.prefixes, 3), dtype=torch.float64)
     for p, s in enumerate(success):
-        logits[p, 0] = torch.log(torch.tensor([0.9 * (1 - s), 0.9 * s, 0.1]))
+        chance = torch.tensor([0.9 * (1 - s), 0.9 * s, 0.1], dtype=torch.float64)
+        logits[p, 0] = chance.log()
     _, tokens = tree.paths
     right = (tokens[:, 0] == 1).double()
     return make("difficulties", tree, logits, right.expand(len(success), -1))
