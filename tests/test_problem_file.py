@@ -69,7 +69,7 @@ def test_ids_sort_as_integers():
     assert keys.index("2") < keys.index("10") and "3" not in keys
 
 
-@given(st.text("0123 -+x", max_size=6))
+@given(st.text("0123 -+x²١", max_size=6))
 def test_only_canonical_keys_are_valid(text):
     shape = Shape(4, 2, 3)
     assert shape.is_prefix(text) == (text in set(shape.prefixes()))
@@ -170,6 +170,7 @@ BAD = {
         ["unknown key '0  1'", "nearest valid key: '0 1'"],
     ),
     "foreign digits": (changed(*PROMPT, "policy", add="١", to=[0, 0, 0]), ["unknown key '١'"]),
+    "superscript": (changed(*PROMPT, "policy", add="²", to=[0, 0, 0]), ["unknown key '²'"]),
     "short logits": (
         changed(*PROMPT, "policy", "0", to=[0.0, 1.0]),
         ["prompts[0].policy['0'] has length 2", "3 logits"],

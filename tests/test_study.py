@@ -358,25 +358,33 @@ def test_engines_agree_and_say_why_not(tmp_path):
 def test_groups_too_many_to_count_are_no_error():
     assert math.isinf(count_tuples(token_tree(8), 256, joint=False))
     assert math.isinf(count_multisets(bandit(1000), 1000, joint=True))
-    found = run(Settings(problem=("token_tree", {"horizon": 8}), group_size=1000))
-    assert named(found["rows"])["rloo"]["scale"] == pytest.approx(1)
+    settings = Settings(
+        problem=("token_tree", {"horizon": 8}),
+        estimators=(("rloo", {}), ("cispo", {})),
+        group_size=1000,
+        samples=32,
+    )
+    exact, sampled = run(settings)["rows"]
+    assert exact["scale"] == pytest.approx(1) and exact["standard_error"] is None
+    assert sampled["engine"] == "sampling" and "no exact engine" in sampled["why"]
 
 
 def test_sampled_rows_cover_the_exact_ones_with_common_draws(tmp_path):
     names = ("grpo", "rloo", "trajectory_is", "dapo", "centered")
     data = pair()
     true = rows(tmp_path, data, *names, group_size=2)
-    drawn = rows(tmp_path, data, *names, group_size=2, engine="sampling", seed=3, samples=2**15)
+    draws = {"group_size": 2, "engine": "sampling", "samples": 2**13}
+    drawn = rows(tmp_path, data, *names, **draws, seed=3)
     for exact, row in zip(true, drawn, strict=True):
         assert row["engine"] == "sampling" and set(row["standard_error"]) == set(FIGURES)
         for name, error in row["standard_error"].items():
             assert abs(row[name] - exact[name]) <= 5 * error + 1e-9, (row["estimator"], name)
-        assert row["standard_error"]["variance"] < 0.05 * row["variance"]
+        assert row["standard_error"]["variance"] < 0.1 * row["variance"]
     fair = named(drawn)["trajectory_is"]
     assert fair["standard_error"]["relative_bias"] > 0
-    again = rows(tmp_path, data, *names, group_size=2, engine="sampling", seed=3, samples=2**15)
-    other = rows(tmp_path, data, *names, group_size=2, engine="sampling", seed=4, samples=2**15)
-    assert [r["mean"] for r in again] == [r["mean"] for r in drawn] != [r["mean"] for r in other]
+    again = rows(tmp_path, data, "grpo", **draws, seed=3)[0]
+    other = rows(tmp_path, data, "grpo", **draws, seed=4)[0]
+    assert again["mean"] == drawn[0]["mean"] != other["mean"]
 
 
 def test_sampling_stops_by_precision_or_at_the_most(tmp_path, monkeypatch):
@@ -434,6 +442,7 @@ def test_sweeps_make_a_grid_and_every_row_says_where_it_is(tmp_path):
     assert at["token_tis", 3, 4, 1.0, 2]["settings"] == {"cap": 1.0}
     assert at["token_tis", 3, 4, 1.0, 2]["mean"] != at["token_tis", 3, 4, 2.0, 2]["mean"]
     assert at["rloo", 3, 4, 1.0, 2]["mean"] == at["rloo", 3, 4, 2.0, 2]["mean"]
+    assert at["rloo", 3, 4, 1.0, 2]["variance"] > 3 * at["rloo", 3, 4, 1.0, 8]["variance"]
     assert at["rloo", 3, 0, 1.0, 2]["relative_bias"] < 1e-12
     assert at["rloo", 3, 4, 1.0, 2]["relative_bias"] > 0.01
     assert len(at["rloo", 2, 0, 1.0, 2]["mean"]) == 9 < len(at["rloo", 3, 0, 1.0, 2]["mean"])

@@ -106,7 +106,7 @@ class Shape:
     def _ids(self, key: str) -> list[int] | None:
         """The ids of a key that is written as it must be, or None."""
         words = key.split(" ") if key else []
-        if not all(w.isascii() and w.isdigit() and len(w) < 20 and str(int(w)) == w for w in words):
+        if not all(w.isdecimal() and len(w) < 20 and str(int(w)) == w for w in words):
             return None
         ids = [int(w) for w in words]
         return ids if all(i < self.vocab for i in ids) else None
@@ -345,7 +345,7 @@ def _rule(shape: Shape, *, rewards: bool) -> str:
 def _wrong_key(shape: Shape, key: str, *, rewards: bool) -> str:
     """Name a key that must not be there, the nearest one that may, and the rule."""
     valid = shape.is_response if rewards else shape.is_prefix
-    ids = [int(w) for w in key.split() if w.isascii() and w.isdigit() and len(w) < 20]
+    ids = [int(w) for w in key.split() if w.isdecimal() and len(w) < 20]
     starts = (" ".join(map(str, ids[:end])) for end in range(min(len(ids), shape.depth), 0, -1))
     near = next((start for start in starts if valid(start)), None)
     if near is None:
