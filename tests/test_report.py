@@ -415,6 +415,13 @@ def test_progress_is_the_gain_of_the_best_step(stale):
             assert reading.progress(row, batches) == pytest.approx(gain, rel=1e-6)
 
 
+def test_an_update_that_points_nowhere_makes_no_progress():
+    nowhere = {"scale": 0.0, "relative_bias_rescaled": None, "noise": None}
+    assert reading.progress(nowhere, 1) == 0.0
+    assert reading.progress({**nowhere, "scale": None}, 1) is None
+    assert reading.progress(entry(0.1, 0.1, scale=-1.0), 1) == 0.0
+
+
 def entry(bias, noise, scale=1.0):
     return {"relative_bias_rescaled": bias, "noise": noise, "scale": scale}
 

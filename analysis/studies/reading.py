@@ -4,7 +4,7 @@
     bias = |E g / scale - grad J| / |grad J|,   noise^2 = variance / (scale |grad J|)^2
 
 is what one update of the best size gains, as a share of what the exact gradient would gain, where
-the objective curves alike in every direction; 0 where the estimate points the wrong way.
+the objective curves alike in every direction; 0 where the estimate points the wrong way or nowhere.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def progress(row: Row, batches: float) -> float | None:
         >>> progress(fair, 1), progress(fair, 4), progress({**fair, "scale": -1.0}, 4)
         (0.2, 0.5, 0.0)
     """
-    if row["scale"] is None or row["relative_bias_rescaled"] is None or row["noise"] is None:
+    if row["scale"] is None:
         return None
-    if row["scale"] <= 0:
+    if row["scale"] <= 0 or row["noise"] is None:
         return 0.0
     error: float = row["relative_bias_rescaled"] ** 2 + row["noise"] ** 2 / batches
     return 1 / (1 + error)

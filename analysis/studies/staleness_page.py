@@ -296,7 +296,7 @@ def progress_table(document: Document, responses: int, places: Sequence[tuple[in
         columns=columns,
         rows=rows,
         caption=f"Progress of one update of {responses} responses, in % of the exact gradient's; "
-        "0 % points the wrong way.",
+        "0 %: points the wrong way, or nowhere.",
         notes=reasons(document["rows"], "estimator"),
         strong=frozenset(strong),
     )
