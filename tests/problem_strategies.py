@@ -82,3 +82,12 @@ def entry(name: str, problem: Problem) -> Estimator:
     if any(m.name == "constant_length" for _, m in estimator.members):
         return estimator.change(length=float(problem.tree.horizon))
     return estimator
+
+
+def typical(prompts: int = 1, horizon: int = 3, *, seed: int = 0) -> Problem:
+    """Three tokens of which the middle one stops, binary rewards, noise on the sampler's logits."""
+    rng = np.random.default_rng(seed)
+    tree = Tree(3, 1, horizon)
+    logits = torch.from_numpy(rng.normal(size=(prompts, tree.prefixes, 3)))
+    rewards = reward_table("binary", rng, (prompts, tree.leaves))
+    return with_behavior(make("typical", tree, logits, rewards), "noise", sigma=0.5)

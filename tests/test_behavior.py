@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from checks import assert_apart, assert_close, refused
-from problem_strategies import drawn
+from problem_strategies import drawn, typical
 
 from windage.estimators.errors import BadInput
 from windage.toy.behavior import KINDS, with_behavior
@@ -83,7 +83,7 @@ def test_identity_holds_where_probabilities_underflow() -> None:
 
 
 def test_stale_steps_back_down_the_gradient() -> None:
-    problem = drawn(27, leaves=12, prompts=(3,))
+    problem = typical(3, 2)
     logits = problem.logits
     for _ in range(2):
         now = replace(problem, logits=logits)
@@ -121,7 +121,7 @@ def test_stale_moves_in_proportion_to_steps_times_rate() -> None:
 
 def test_prompts_are_steps_of_their_own() -> None:
     """Each prompt is as far behind as it would be alone."""
-    problem = drawn(27, leaves=12, prompts=(3,))
+    problem = typical(3, 2)
     for kind in KINDS:
         if kind == "noise":
             continue

@@ -11,7 +11,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from windage.toy.exact.prefix_tree import Walk, Weights, response_moments
+from windage.toy.exact.prefix_tree import Walk, Weights, dot, response_moments
 from windage.toy.problems import Problem
 
 PLAIN = Weights(node=None, leaf=None, suffix=None, centered=None)
@@ -38,11 +38,12 @@ def objective(problem: Problem) -> Objective:
         tensor([[[-0.2500,  0.2500]]], dtype=torch.float64)
     """
     walk = Walk(problem.on_policy())
-    centered = problem.rewards - problem.rewards.mean()
+    value = dot(walk.leaf_flow, problem.rewards)
+    centered = problem.rewards - value.unsqueeze(-1)
     (gradient,), _ = response_moments(walk, PLAIN, 1.0, (centered,), ())
     sampled = Walk(problem).leaf_flow
     return Objective(
-        value=(walk.leaf_flow * problem.rewards).sum(-1).mean(),
+        value=value.mean(),
         gradient=gradient / problem.prompts,
         unsupported_mass=(walk.leaf_flow * (sampled <= 0)).sum(-1).mean(),
     )

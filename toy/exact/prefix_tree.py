@@ -395,7 +395,7 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     walk = Walk(problem)
     scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     weights = tree_weights(estimator, walk, 1.0, leaf)
-    center = problem.rewards.mean()
+    center = dot(walk.leaf_flow, problem.rewards).mean()
     r = problem.rewards - center
     powers = (None, r, r.square())
     x, q = response_moments(walk, weights, 1.0, powers, powers)
