@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     start = time.perf_counter()
     rows = _measure(ids, arguments)
     if not rows:
-        raise BadInput(f"--kind {arguments.kind}: none of {', '.join(ids)}; allowed: --kind of one")
+        words = ", ".join(ids) if len(ids) < 5 else f"the {len(ids)} claims chosen"
+        raise BadInput(f"--kind {arguments.kind}: none of {words} is measured so")
     whole = only is None and arguments.kind is None
     found = document(rows, seconds=time.perf_counter() - start, reported=whole)
     _show(found, arguments)

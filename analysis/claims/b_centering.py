@@ -10,7 +10,6 @@ from torch import Tensor
 
 from windage.analysis.claims.claim import Outcome, band, claim, counted, exact, series, zero
 from windage.analysis.claims.measures import (
-    Update,
     alone,
     bias,
     corrected,
@@ -18,6 +17,7 @@ from windage.analysis.claims.measures import (
     figures,
     mean_reward,
     moments,
+    over_mean,
     path,
     relative,
     response_update,
@@ -244,19 +244,6 @@ def b_37() -> Outcome:
     )
 
 
-def paid_over_mean(make: Callable[[float], Estimator], problem: Problem) -> Update:
-    """Mean update with the batch's mean reward as baseline, E[(R − E R) x] = E[R x] − E R E[x]."""
-    flat = rewarded(problem, torch.ones_like(problem.rewards))
-    by_reward, by_one = (response_update(make(0.0), p) for p in (problem, flat))
-
-    def update(logits: Tensor, behavior_logp: Tensor) -> Tensor:
-        drawn = replace(problem, behavior_logp=behavior_logp)
-        mean = mean_reward(drawn)
-        return by_reward(logits, behavior_logp) - mean * by_one(logits, behavior_logp)
-
-    return update
-
-
 def _offset(problem: Problem) -> Callable[[Tensor], Tensor]:
     """The sampler of synced weights: the policy's logits plus what the problem's sampler adds."""
     added = problem.behavior_logp - problem.logp
@@ -271,7 +258,7 @@ def _idle_entropy(name: str, *, based: bool) -> float:
     def make(baseline: float) -> Estimator:
         return alone(name, baseline)
 
-    whole = paid_over_mean(make, problem) if based else response_update(make(0.0), problem)
+    whole = over_mean(make, problem) if based else response_update(make(0.0), problem)
     (end,) = path(
         lambda z, q: shared.spread(whole(z, q)),
         problem.logits,
@@ -302,7 +289,7 @@ def b_38() -> Outcome:
     true = float(objective(first).gradient[:, 1:].norm())
     with_mean = _idle_entropy("reinforce", based=True)
     without = _idle_entropy("reinforce", based=False)
-    with_scores = _idle_entropy("centered", based=True)
+    with_scores = _idle_entropy("centered", based=False)
     one = arms((0.5, 0.3, 0.2), (1.0, 0.0, 0.5), (0.4, 0.4, 0.2))
     rewards_centered = moments(alone("reinforce", mean_reward(one)), one).mean
     scores_centered = moments(alone("centered"), one).mean
@@ -335,7 +322,8 @@ def _subtracted(problem: Problem, ids: Tensor, map_: Member) -> Tensor:
     p, q = problem.logp[0, 0], problem.behavior_logp[0, 0]
     member = over_all if len(ids) == len(p) else top_k
     head = member(p[ids], q[ids], _weigh(map_))
-    return pull_back(torch.zeros_like(p).index_add(0, ids, head), p.exp())
+    visits = torch.zeros_like(p).index_add(0, ids, head)
+    return pull_back(visits.unsqueeze(0), p.exp().unsqueeze(0))
 
 
 def _residual(problem: Problem, ids: Tensor, map_: Member) -> float:
@@ -440,7 +428,7 @@ def b_40() -> Outcome:
 def _bonus_path(shift: float, make: Callable[[float], Estimator], *, based: bool) -> list[float]:
     """Probability of arm 0 after a good first token, after 100 and 1,000 synced unit steps."""
     problem = bonus(shift)
-    update = paid_over_mean(make, problem) if based else response_update(make(0.0), problem)
+    update = over_mean(make, problem) if based else response_update(make(0.0), problem)
     ends = path(update, problem.logits, _offset(problem), at=(100, 1000))
     return [float(z[0, 1].softmax(-1)[0]) for z in ends]
 

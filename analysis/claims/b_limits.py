@@ -164,10 +164,10 @@ def b_27() -> Outcome:
         figures=[
             zero("largest distance from min(r, 2)", worst),
             equal("r = 6, A > 0", found[6.0, 1.0], 2.0),
-            zero("the same under PPO's clip", above),
+            zero("r = 6, A > 0 under PPO's clip", above),
             equal("r = .1, A < 0", found[0.1, -1.0], 0.1),
-            zero("the same under PPO's clip", below),
-            equal("the same with a floor of .8", coefficient(floored, 0.1, -1.0), 0.8),
+            zero("r = .1, A < 0 under PPO's clip", below),
+            equal("r = .1, A < 0 with a floor of .8", coefficient(floored, 0.1, -1.0), 0.8),
             equal("r = 1", found[1.0, 1.0], 1.0),
             exact("r = 1, weight not detached", loose, "0.1141"),
         ],

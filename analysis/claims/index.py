@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from windage.estimators.errors import unknown
+from windage.estimators.errors import BadInput, unknown
 
 SOURCES = {
     "B": "002_8464fbe0d99a5ade.txt",
@@ -37,7 +37,8 @@ def chosen(only: Iterable[str] | None, document: str | None) -> tuple[str, ...]:
         document: name of a document's file, or the start of one; None: all.
 
     Raises:
-        BadInput: an id or a document that does not exist; the message names the nearest.
+        BadInput: an id or a document that does not exist (the message names the nearest), or
+            ids that are all of other documents.
 
     Example:
         >>> chosen(["T-03", "B-17"], None)
@@ -51,4 +52,8 @@ def chosen(only: Iterable[str] | None, document: str | None) -> tuple[str, ...]:
         return tuple(i for i in IDS if i in wanted)
     if not any(name.startswith(document) for name in SOURCES.values()) or not document:
         raise unknown("source", document, SOURCES.values())
-    return tuple(i for i in IDS if i in wanted and source(i).startswith(document))
+    found = tuple(i for i in IDS if i in wanted and source(i).startswith(document))
+    if not found:
+        first = source(wanted[0])
+        raise BadInput(f"none of {', '.join(wanted)} is of {document}; {wanted[0]} is of {first}")
+    return found

@@ -192,6 +192,37 @@ def central_differences(
 Update = Callable[[Tensor, Tensor], Tensor]
 
 
+def own_logp(table: Responses) -> Callable[[Tensor], Tensor]:
+    """Log-probability of each token of each response, `[M P 1 T]`, under any table of them."""
+    real, place = table.real, table.parameter
+
+    def rows(logp: Tensor) -> Tensor:
+        return torch.where(real, logp.flatten(1)[:, place], 0.0).transpose(0, 1).unsqueeze(2)
+
+    return rows
+
+
+def over_mean(make: Callable[[float], Estimator], problem: Problem) -> Update:
+    """Mean update with the batch's mean reward as baseline.
+
+        E[(R - b) x] = E[R x] - b E[x],   b = E R
+
+    Args:
+        make: the estimator of one response with a constant baseline.
+        problem: its policies are the arguments of the update.
+    """
+    flat = replace(problem, rewards=torch.ones_like(problem.rewards))
+    by_reward, by_one = (response_update(make(0.0), p) for p in (problem, flat))
+    rows, paid = own_logp(Responses(problem)), problem.rewards.transpose(0, 1)
+
+    def update(logits: Tensor, behavior_logp: Tensor) -> Tensor:
+        mass = rows(behavior_logp).sum(-1).exp().squeeze(-1)
+        mean = (mass * paid).sum(0).mean()
+        return by_reward(logits, behavior_logp) - mean * by_one(logits, behavior_logp)
+
+    return update
+
+
 def response_update(estimator: Estimator, problem: Problem) -> Update:
     """Mean update of one response as a function of logits and the sampler's log-probabilities.
 
@@ -203,11 +234,9 @@ def response_update(estimator: Estimator, problem: Problem) -> Update:
     first = table.batch(everyone, head=estimator.centering is not None)
     terms = batch_terms(estimator, first)
     place, before, real = table.parameter, table.prefix.clamp(min=0), table.real
+    rows = own_logp(table)
     still = estimator.centering is None and all(c.idle for c in estimator.corrections)
     constant_ = token_coefficients(estimator, terms, first) if still else None
-
-    def rows(logp: Tensor) -> Tensor:
-        return torch.where(real, logp.flatten(1)[:, place], 0.0).transpose(0, 1).unsqueeze(2)
 
     def found(logp: Tensor, drawn: Tensor, behavior_logp: Tensor) -> Coefficients:
         batch = replace(first, logp=rows(logp), behavior_logp=drawn)

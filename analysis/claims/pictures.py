@@ -14,7 +14,7 @@ from windage.analysis.plots import DASHES, Figure, Later, draw
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00")
 MARKERS = ("o", "s", "^", "D")
-NUMBER = r"([-−]?[\d.,_]+(?:e-?\d+)?)"
+NUMBER = r"([-−]?\d[\d.,_]*(?:e-?\d+)?)"
 
 
 @final
@@ -56,9 +56,22 @@ PICTURES = {
                     curves={"sampler synced": "entropy, n = {}"}, level=(2.9957, "at the start")),
     "B-39": Picture(x="head tokens k", y="residual", log="xy", curves={
         "unweighted": "residual, k = {}", "capped at 2": "residual, capped, k = {}"}),
-    "B-41": Picture(x="steps, no baseline", y="π(arm 0 | good)", log="x", curves={
-        "no correction": "none, {} steps", "capped at 2": "cap 2, {} steps",
-        "centered": "centered, {} steps", "centered, capped": "centered cap 2, {} steps"}),
+    "B-48": Picture(x="responses N", y="share of the best gain of one step", log="x", curves={
+        "whole-response ratio": "merit({}), trajectory_is", "token ratio": "merit({}), token_is",
+        "capped at 2": "merit({}), sequence_tis"}),
+    "T-07": Picture(x="μ₊", y="steps to one half", log="xy", curves={
+        "importance sampling": "IS, μ₊ = {}", "positives only": "positives only, μ₊ = {}",
+        "truncated": "TIS, μ₊ = {}", "topr": "topr, μ₊ = {}"}),
+    "T-08": Picture(x="π₀", y="steps to one half", log="xy", curves={
+        "importance sampling": "IS, π₀ = {}", "positives only": "positives only, π₀ = {}",
+        "truncated": "TIS, π₀ = {}", "topr": "topr, π₀ = {}"}),
+    "G-01": Picture(x="steps between refreshes", y="J after 40 steps", log="x", curves={
+        "β = 0.1": "J, β = 0.1, refresh every {}", "β = 1": "J, β = 1, refresh every {}"}),
+    "G-05": Picture(x="β", y="reward at the optimum", log="x", curves={
+        "proxy": "proxy reward, β = {}", "true": "true reward, β = {}",
+        "true, optimized itself": "true reward optimized itself, β = {}"}),
+    "G-08": Picture(x="pass over the batch", y="of the clipped update", log="x", curves={
+        "bias": "bias at pass {}", "share clipped": "share clipped at pass {}"}),
 }  # fmt: skip
 
 
@@ -102,6 +115,9 @@ def picture(row: Mapping[str, Any]) -> Figure | None:
         for side in wanted.log:
             axes.set(**{f"{side}scale": "log"})
         axes.set(xlabel=wanted.x, ylabel=wanted.y)
+        places = sorted({x for curve in curves.values() for x, _ in curve})
+        axes.set_xticks(places, [f"{x:,g}" for x in places])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.legend(frameon=False, fontsize=8)
         return ()
 
