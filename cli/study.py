@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,8 +129,13 @@ def _engine(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
+    import torch
+
     from windage.analysis.studies import staleness, study
 
+    # Tensors are small: on a busy machine a second thread takes six times the processor time.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     with _progress() as advance:
         if request is None:
             document = staleness.run(advance)
