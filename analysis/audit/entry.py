@@ -15,7 +15,7 @@ from windage.estimators.claims import ALWAYS, PROPERTIES, VALUED, Claim
 from windage.estimators.estimator import Estimator
 from windage.toy.exact.moments import Undefined
 
-DRAWS = 3
+DRAWS = 2
 ALL_PROPERTIES = {**PROPERTIES, **VALUED, **ALWAYS}
 
 

@@ -105,6 +105,15 @@ def batch_baseline() -> Subject:
     return _with_advantage("group_mean", wrong, scope="batch", linear=False)
 
 
+def mean_over_the_others() -> Subject:
+    """The group's mean is that of the other responses."""
+
+    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
+        return advantage.leave_one_out(rewards, present)
+
+    return _with_advantage("group_mean", wrong)
+
+
 def absent_in_mean() -> Subject:
     """The group's mean counts responses that never arrived."""
 
@@ -408,6 +417,15 @@ def sum_for_mean() -> Subject:
     return _with_aggregation("rloo", wrong)
 
 
+def mean_for_sum() -> Subject:
+    """Tokens are averaged, not summed."""
+
+    def wrong(lengths: Tensor, present: Tensor) -> Tensor:
+        return aggregation.sequence_mean(lengths, present)
+
+    return _with_aggregation("reinforce", wrong)
+
+
 def width_for_length() -> Subject:
     """The sequence mean divides by the padded width."""
 
@@ -559,6 +577,16 @@ def mask_by_multiplication() -> Subject:
     return Subject(estimator=get("trajectory_is"), whole=whole)
 
 
+def empty_dropped() -> Subject:
+    """Empty responses are dropped from their group."""
+
+    def whole(estimator: Estimator, batch: Batch) -> Coefficients:
+        left = batch.get("present") & (batch.lengths > 0)
+        return at_once(estimator, replace(batch, present=left))
+
+    return Subject(estimator=get("rloo"), whole=whole)
+
+
 def rejected_out_of_denominator() -> Subject:
     """Rejected responses are taken out of the denominator."""
 
@@ -610,6 +638,7 @@ STAGES: dict[str, tuple[Callable[[], Subject], ...]] = {
         loo_over_g,
         self_in_baseline,
         batch_baseline,
+        mean_over_the_others,
         absent_in_mean,
         sign_of_advantage,
         std_over_batch,
@@ -640,6 +669,7 @@ STAGES: dict[str, tuple[Callable[[], Subject], ...]] = {
     ),
     "aggregation": (
         sum_for_mean,
+        mean_for_sum,
         width_for_length,
         width_for_constant,
         absent_in_denominator,
@@ -658,6 +688,7 @@ STAGES: dict[str, tuple[Callable[[], Subject], ...]] = {
         contiguous_groups,
         denominators_by_micro_batch,
         mask_by_multiplication,
+        empty_dropped,
         rejected_out_of_denominator,
         rejected_out_of_baseline,
         advantage_of_the_neighbor,

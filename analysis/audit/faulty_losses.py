@@ -129,6 +129,18 @@ def sum_over_responses(
     return -torch.where(mask, advantages.unsqueeze(-1) * logp, 0.0).sum()
 
 
+def whitened(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Given advantages are normalised once more."""
+    spread = (advantages - advantages.mean()).square().mean().sqrt()
+    again = (advantages - advantages.mean()) / (spread + 1e-8)
+    return _by_response(again.unsqueeze(-1) * logp, mask)
+
+
+def token_bonus(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """An entropy bonus is added unasked."""
+    return _by_response((advantages.unsqueeze(-1) - 0.01) * logp, mask)
+
+
 def sign_of_loss(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """The objective is minimised."""
     return -_by_response(advantages.unsqueeze(-1) * logp, mask)
@@ -182,7 +194,7 @@ LOSSES: dict[str, tuple[PlainLoss, ...]] = {
     "cispo": (cap_of_the_inverse, clamp_without_detach),
     "dapo": (padding_in_denominator, clips_swapped),
     "token_is": (shifted_by_one, self_normalized, probability_for_ratio),
-    "rloo": (sum_over_responses, sign_of_loss),
+    "rloo": (sum_over_responses, sign_of_loss, whitened, token_bonus),
     "gspo": (product_of_ratios,),
 }
 RIGHT = {name: right(get(name)) for name in LOSSES}

@@ -138,7 +138,8 @@ def audit_loss(
     if not names and like is None:
         rows += [_claimed(loss, name, samples, None, required=False)[0] for name in CLAIMS]
     rows += [_extreme(loss, s) for s in extreme_samples()]
-    finite = [(s, f) for s, f in zip(samples, found, strict=True) if torch.isfinite(f).all()]
+    pairs = list(zip(samples, found, strict=True))[::2]
+    finite = [(s, f) for s, f in pairs if bool(torch.isfinite(f).all())]
     closest = closeness([s for s, _ in finite], [f for _, f in finite])
     if like is None and not closest[0].equal:
         examples += _nearest_example(loss, closest[0], [s for s, _ in finite])

@@ -227,7 +227,12 @@ class Loss:
             loss = self._loss(given)
         if not loss.requires_grad:
             raise BadInput(f"{self.name}: no gradient reaches logp on {s.name}")
-        (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        try:
+            (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
+        except RuntimeError as problem:
+            raise BadInput(
+                f"{self.name}: {_said(problem)} in its gradient on {s.name}"
+            ) from problem
         if gradient is None:
             raise BadInput(f"{self.name}: no gradient reaches logp on {s.name}")
         found: Tensor = -gradient
@@ -236,7 +241,7 @@ class Loss:
     def _loss(self, s: Sample) -> Tensor:
         try:
             result = CALLS[self.signature](self.function, s, self.layout)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             called = f"called as {self.signature}: {SIGNATURES[self.signature]}"
             raise BadInput(f"{self.name}: {_said(problem)} on {s.name}, {called}") from problem
         loss = result[0] if isinstance(result, tuple | list) and result else result
