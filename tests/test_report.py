@@ -341,6 +341,8 @@ def test_problem_is_as_stated(length):
     fresh = staleness.problem(length)
     solved = (Walk(fresh).leaf_probability * fresh.rewards).sum(-1)
     assert solved.tolist() == pytest.approx(staleness.SUCCESS, abs=1e-6)
+    right = fresh.tree.paths[1].sum(-1) / length >= 0.5
+    assert torch.equal(fresh.rewards[1], right.double()) and 0 < right.sum() < len(right)
     step = staleness.rate(fresh)
     behind = with_behavior(fresh, "stale", steps=1, rate=step)
     assert float(staleness.divergence(behind)) == pytest.approx(staleness.DIVERGENCE, rel=1e-6)
