@@ -111,17 +111,20 @@ class Groups:
 
     Args:
         estimator: its advantage and admission are called on every group.
-        problem: of one prompt.
+        values: reward and length of each class.
+        mass: probability of each class under the sampler.
         group_size: responses of a group.
     """
 
-    def __init__(self, estimator: Estimator, problem: Problem, group_size: int) -> None:
-        self.walk = Walk(problem)
+    def __init__(
+        self,
+        estimator: Estimator,
+        values: Float[Tensor, "R 2"],
+        mass: Float[Tensor, " R"],
+        group_size: int,
+    ) -> None:
+        self.mass = mass
         self.group_size = group_size
-        values, members, self.mass = class_values(
-            problem, self.walk, by_length=counts_tokens(estimator)
-        )
-        self.members = list(members)
         rewards, self.lengths = tuple(values[:, 0].tolist()), values[:, 1]
         find = small_table if ways(len(rewards), group_size) * group_size < SMALL else tabulate
         table = find(estimator.advantage, estimator.admission, rewards, group_size)
@@ -181,33 +184,25 @@ class Contributions:
         mean[c] = E[x 1{c}],   spread[c] = E[|x|^2 1{c}] - |mean[c]|^2 / mass[c]
 
     Args:
-        estimator: its corrections weigh the scores.
         group: classes of one prompt.
-        leaf: a factor of each response, or None.
+        mean: E[x 1{c}] of each class, one sign after the other.
+        square: E[|x|^2 1{c}], likewise.
     """
 
     def __init__(
-        self, estimator: Estimator, group: Groups, leaf: Float[Tensor, "1 M"] | None
+        self, group: Groups, mean: Float[Tensor, "SR NV"], square: Float[Tensor, " SR"]
     ) -> None:
-        self.group = group
-        self.signs = (1.0, -1.0) if reads_sign(estimator) else (1.0,)
-        members, shape = group.members, group.walk.probability.shape
-        x = group.mass.new_empty((len(self.signs) * len(members), *shape))
-        squares = []
-        for sign, out in zip(self.signs, x.split(len(members)), strict=True):
-            weights = tree_weights(estimator, group.walk, sign, leaf)
-            squares += [response_moments(group.walk, weights, sign, members, members, out=out)[1]]
-        self.mean = x.flatten(1)
-        self.gram = self.mean @ self.mean.T
-        mass = torch.cat([group.mass] * len(self.signs))
-        self.spread = torch.cat(squares).squeeze(1) - self.gram.diagonal() / mass
+        self.group, self.mean = group, mean
+        self.signs = len(mean) // len(group.mass)
+        self.gram = mean @ mean.T
+        self.spread = square - self.gram.diagonal() / torch.cat([group.mass] * self.signs)
 
     def moments(
         self, first: Float[Tensor, " C"], second: Float[Tensor, " C"]
     ) -> tuple[Float[Tensor, " NV"], Float[Tensor, ""]]:
         """Mean and mean square of the prompt's part, from the denominators' moments by group."""
         share, advantages = self.group.share, self.group.advantages
-        if len(self.signs) > 1:
+        if self.signs > 1:
             share = torch.cat([share, share], 1)
             advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
         total = share * advantages
@@ -221,31 +216,62 @@ class Contributions:
         return ((self.group.chance * first) @ share) @ self.mean[: share.shape[1]]
 
 
+def signs(estimator: Estimator) -> tuple[float, ...]:
+    """The signs of the advantage for which contributions differ."""
+    return (1.0, -1.0) if reads_sign(estimator) else (1.0,)
+
+
+def _on_tree(
+    estimator: Estimator, walk: Walk, members: list[Tensor], leaf: Tensor | None
+) -> tuple[Float[Tensor, "SR NV"], Float[Tensor, " SR"]]:
+    """What one response of each class contributes, by recursion over the tree of one prompt."""
+    chosen = signs(estimator)
+    x = walk.probability.new_empty((len(chosen) * len(members), *walk.probability.shape))
+    squares = []
+    for sign, out in zip(chosen, x.split(len(members)), strict=True):
+        weights = tree_weights(estimator, walk, sign, leaf)
+        squares += [response_moments(walk, weights, sign, members, members, out=out)[1]]
+    return x.flatten(1), torch.cat(squares).squeeze(1)
+
+
 def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
-    """Mean and variance from counts of classes, prompt by prompt.
+    """Mean and variance from counts of classes, prompt by prompt."""
+    coupled = counts_tokens(estimator)
+    scale, leaf = 1.0, None
+    if not coupled:
+        scale, leaf = response_scale(estimator.aggregation, problem, group_size)
+    groups, parts = [], []
+    for p in range(problem.prompts):
+        part = problem.select(p)
+        walk = Walk(part)
+        values, members, mass = class_values(part, walk, by_length=coupled)
+        groups.append(Groups(estimator, values, mass, group_size))
+        own = None if leaf is None else leaf[p : p + 1]
+        parts.append(Contributions(groups[p], *_on_tree(estimator, walk, list(members), own)))
+    return combine(estimator, parts, scale).shaped(problem.logits.shape)
+
+
+def combine(estimator: Estimator, parts: list[Contributions], scale: float) -> Moments:
+    """Moments of the batch from what the classes of each prompt contribute.
 
     The drift needs no second pass: with advantage 1 and nothing refused the mean is that of the
     counts, with the contributions of a positive advantage.
     """
-    groups = [Groups(estimator, problem.select(p), group_size) for p in range(problem.prompts)]
-    scale, leaf = 1.0, None
-    if not counts_tokens(estimator):
-        scale, leaf = response_scale(estimator.aggregation, problem, group_size)
-    means, drifts, variance = [], [], problem.rewards.new_zeros(())
-    for p, group in enumerate(groups):
-        one = Contributions(estimator, group, None if leaf is None else leaf[p : p + 1])
-        first = second = plain = torch.ones_like(group.chance)
+    groups = [part.group for part in parts]
+    means, drifts, variance = [], [], parts[0].mean.new_zeros(())
+    for p, part in enumerate(parts):
+        first = second = plain = torch.ones_like(part.group.chance)
         if counts_tokens(estimator):
             first, second = _scales(estimator.aggregation, groups, p, conditioned=True)
             plain, _ = _scales(estimator.aggregation, groups, p, conditioned=False)
-        mean, square = one.moments(first, second)
+        mean, square = part.moments(first, second)
         means.append(mean)
-        drifts.append(one.drift(plain))
+        drifts.append(part.drift(plain))
         variance = variance + square - mean @ mean
     return Moments(
-        mean=scale * torch.stack(means).view_as(problem.logits),
+        mean=scale * torch.stack(means).unsqueeze(1),
         variance=scale**2 * variance,
-        drift=scale * torch.stack(drifts).view_as(problem.logits),
+        drift=scale * torch.stack(drifts).unsqueeze(1),
     )
 
 

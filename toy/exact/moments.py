@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import final
 
 from jaxtyping import Float
@@ -18,13 +19,15 @@ class Moments:
         mean: E of the estimate, a block a prompt and prefix.
         variance: trace of its covariance.
         drift: the mean with advantage 1 for every response and no admission.
-        standard_error: empty where the engine is exact.
     """
 
     mean: Float[Tensor, "P N V"]
     variance: Float[Tensor, ""]
     drift: Float[Tensor, "P N V"]
-    standard_error: dict[str, float] = field(default_factory=dict)
+
+    def shaped(self, shape: Sequence[int]) -> Moments:
+        """The same moments with mean and drift in the shape of the parameters."""
+        return replace(self, mean=self.mean.reshape(shape), drift=self.drift.reshape(shape))
 
 
 class Undefined(ValueError):

@@ -400,7 +400,30 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     powers = (None, r, r.square())
     x, q = response_moments(walk, weights, 1.0, powers, powers)
     first, second = (dot(walk.leaf_flow, f) for f in powers[1:])
-    alpha, beta, gamma = affine_coefficients(estimator.advantage, group_size, float(center))
+    law = (float(center), first, second)
+    return affine_moments(estimator.advantage, group_size, scale, law, x, q)
+
+
+def affine_moments(
+    advantage: Member,
+    group_size: int,
+    scale: float,
+    law: tuple[float, Float[Tensor, " P"], Float[Tensor, " P"]],
+    x: Float[Tensor, "3 P N V"],
+    q: Float[Tensor, "3 P"],
+) -> Moments:
+    """Moments of a batch from those of one response with the features 1, r - c and (r - c)^2.
+
+    Args:
+        advantage: affine in the rewards of the group.
+        group_size: responses of a group.
+        scale: coefficient of every response.
+        law: the number c, and the first two moments of r - c under the sampler.
+        x: E[f x] of one response for each feature f.
+        q: E[f |x|^2], likewise.
+    """
+    center, first, second = law
+    alpha, beta, gamma = affine_coefficients(advantage, group_size, center)
     g = float(group_size)
 
     def siblings(count: float) -> tuple[Tensor, Tensor]:
