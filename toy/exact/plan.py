@@ -16,7 +16,9 @@ from windage.toy.exact.prefix_tree import affine, by_response
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
 
+# Numbers an engine may touch, and how many times more if it is asked for by name.
 BUDGET = 3e8
+PATIENCE = 10.0
 ENGINES = ("tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
 
 
@@ -107,7 +109,7 @@ def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[s
         return f"{estimator.advantage.name} couples prompts", 0.0
     terms = count_classes(estimator, problem, group_size)
     kinds = max(len(kinds) for kinds in problem.kinds)
-    cost = terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
+    cost = 20.0 * terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
     return None, cost
 
 
@@ -139,15 +141,19 @@ RUNS: dict[str, Callable[[Estimator, Problem, int], Moments]] = {
 }
 
 
+def consider(
+    engine: str, estimator: Estimator, problem: Problem, group_size: int, *, budget: float = BUDGET
+) -> Option:
+    """What one exact engine says about an estimator on a problem."""
+    refusal, cost = OPTIONS[engine](estimator, problem, group_size)
+    if refusal is None and cost > budget:
+        refusal = f"would touch {cost:.1e} numbers, more than {budget:.0e}"
+    return Option(engine=engine, refusal=refusal, cost=cost)
+
+
 def options(estimator: Estimator, problem: Problem, group_size: int) -> list[Option]:
     """What each exact engine says about an estimator on a problem."""
-    found = []
-    for engine, option in OPTIONS.items():
-        refusal, cost = option(estimator, problem, group_size)
-        if refusal is None and cost > BUDGET:
-            refusal = f"would touch {cost:.1e} numbers, more than {BUDGET:.0e}"
-        found.append(Option(engine=engine, refusal=refusal, cost=cost))
-    return found
+    return [consider(engine, estimator, problem, group_size) for engine in OPTIONS]
 
 
 def plan(estimator: Estimator, problem: Problem, group_size: int) -> Plan:
@@ -172,15 +178,16 @@ def exact(estimator: Estimator, problem: Problem, group_size: int, engine: str) 
     """Run one exact engine.
 
     Raises:
-        Undefined: the engine is not valid here, the estimator has no meaning here, or a ratio of
-            policy to sampler is so large that a moment overflows float64.
+        Undefined: the engine is not valid here or would touch too much, the estimator has no
+            meaning here, or a ratio of policy to sampler is so large (its square beyond float64)
+            that a moment overflows.
     """
     if why := undefined(estimator, problem, group_size):
         raise Undefined(why)
     if engine not in OPTIONS:
         raise Undefined(f"engine {engine} does not serve {estimator.name}")
-    refusal, _ = OPTIONS[engine](estimator, problem, group_size)
-    if refusal is not None:
+    budget = PATIENCE * BUDGET
+    if refusal := consider(engine, estimator, problem, group_size, budget=budget).refusal:
         raise Undefined(f"engine {engine} is not valid: {refusal}")
     if engine == "prefix_tree":
         engine = "by_response" if estimator.advantage.traits.scope == "response" else "affine"
