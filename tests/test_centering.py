@@ -216,6 +216,28 @@ def test_the_surrogate_has_the_published_gradient(trainer, sampler, sampled, map
         assert_close(-logits.grad, expected)
 
 
+@settings(max_examples=25)
+@given(numbers(4), numbers(4), st.sampled_from([2.0, -2.0]))
+def test_head_weights_are_products_of_all_maps_and_read_the_sign(trainer, sampler, advantage):
+    p, q = trainer.log_softmax(-1), sampler.log_softmax(-1)
+    maps = (use(taper), use(truncate, cap=1.25))
+    pair = tuple(Correction(reach=use(token), map=map_) for map_ in maps)
+    batch = Batch(
+        rewards=torch.tensor([[advantage]]).double(),
+        mask=torch.ones(1, 1, 1).bool(),
+        logp=p[:1].view(1, 1, 1),
+        behavior_logp=q[:1].view(1, 1, 1),
+        head_logp=p.view(1, 1, 1, 4),
+        head_behavior_logp=q.view(1, 1, 1, 4),
+    )
+    found = replace(centered(maps[0]), corrections=pair)(batch)
+    r = (p - q).exp()
+    tapers = torch.ones_like(r) if advantage > 0 else r.clamp(max=1.0)
+    weight = tapers * r.clamp(max=1.25)
+    assert_close(found.own.view(-1), advantage * weight[:1])
+    assert_close(found.head.view(-1), -advantage * q.exp() * weight)
+
+
 @pytest.mark.parametrize(
     "correction",
     [
