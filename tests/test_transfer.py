@@ -1,0 +1,152 @@
+"""The recursion over automaton states, against listing the groups of the same policy as a tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from windage.estimators.catalogue import ENTRIES, get
+from windage.estimators.estimator import Estimator
+from windage.toy.chains import Chain, reasoning
+from windage.toy.exact.transfer import automaton, chain_objective, refusal
+from windage.toy.exact.tuples import Responses, accepted, every_multiset
+from windage.toy.objective import objective
+from windage.toy.problems import Problem, Tree, make
+
+HORIZON = 3
+SERVED = [e.name for e in ENTRIES if e.name != "ppo" and refusal(e) is None]
+
+
+def stale(chain: Chain, sigma: float = 0.5) -> Chain:
+    noise = torch.randn(chain.logits.shape, generator=torch.Generator().manual_seed(3))
+    return replace(chain, behavior_logp=(chain.logits + sigma * noise).log_softmax(-1))
+
+
+def unrolled(chain: Chain) -> tuple[Problem, Tensor]:
+    """The chain as a tree of all responses, and the state behind each prefix."""
+    states, vocab = chain.successor.shape
+    tree = Tree(vocab, vocab - 1, chain.horizon)
+    here = [torch.tensor([chain.start])]
+    for _ in range(chain.horizon - 1):
+        here.append(chain.successor[here[-1]][:, : vocab - 1].flatten())
+    state = torch.cat(here)
+    prefixes, tokens = tree.paths
+    last = (tokens >= 0).sum(1, keepdim=True) - 1
+    before, chosen = (x.gather(1, last).squeeze(1) for x in (prefixes, tokens))
+    following = chain.successor[state[before], chosen]
+    end = torch.where(following < 0, state[before], states + following)
+    return make(
+        "unrolled",
+        tree,
+        chain.logits[:, state],
+        chain.rewards[:, end],
+        behavior=chain.behavior_logp[:, state],
+    ), state
+
+
+def fold(blocks: Tensor, state: Tensor, states: int = 4) -> Tensor:
+    """Blocks by prefix added up by state."""
+    out = blocks.new_zeros((*blocks.shape[:-2], states, blocks.shape[-1]))
+    return out.index_add(-2, state, blocks)
+
+
+def listed(
+    estimator: Estimator, problem: Problem, state: Tensor, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance by the parameters of the states, from every multiset of one prompt."""
+    table = Responses(problem)
+    total = mean = square = torch.zeros((), dtype=torch.float64)
+    for index, chance in every_multiset(problem, group_size):
+        batch = table.batch(index, head=estimator.centering is not None)
+        keep = accepted(estimator, batch)
+        weight = chance if keep is None else chance * keep
+        g = fold(table.gradients(index, estimator, batch), state)
+        total = total + weight.sum()
+        mean = mean + torch.einsum("m,mpsv->psv", weight, g)
+        square = square + (weight * g.square().sum((1, 2, 3))).sum()
+    mean = mean / total
+    return mean, square / total - mean.square().sum()
+
+
+def bound(name: str, horizon: int) -> Estimator:
+    entry = get(name)
+    return entry.change(length=horizon) if "length" in entry.settings else entry
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_equals_listing_at_a_short_length(name: str) -> None:
+    chain = stale(reasoning(HORIZON, (0.3, 0.6)))
+    problem, state = unrolled(chain)
+    found = automaton(bound(name, HORIZON), chain, 2)
+    parts = [listed(bound(name, HORIZON), problem.select(p), state, 2) for p in range(2)]
+    mean = torch.cat([m for m, _ in parts]) / 2
+    variance = sum(v for _, v in parts) / 4
+    assert torch.allclose(found.mean, mean, rtol=0, atol=1e-12 * float(mean.abs().max()))
+    assert abs(float(found.variance / variance) - 1) < 1e-10
+
+
+def test_serves_every_own_token_weight_and_the_whole_product() -> None:
+    assert {"rloo", "grpo", "dr_grpo", "token_tis", "centered_mask", "trajectory_is"} <= set(SERVED)
+    assert "law of the summed" in str(refusal(get("sequence_tis")))
+    assert "couples the lengths" in str(refusal(get("dapo")))
+    with pytest.raises(NotImplementedError, match="law of the summed"):
+        automaton(get("gspo"), reasoning(HORIZON), 2)
+
+
+def test_objective_is_that_of_the_unrolled_tree() -> None:
+    chain = stale(reasoning(4, (0.3, 0.6)))
+    problem, state = unrolled(chain)
+    ours, theirs = chain_objective(chain), objective(problem)
+    assert torch.allclose(ours.value, theirs.value, rtol=0, atol=1e-15)
+    assert torch.allclose(ours.gradient, fold(theirs.gradient, state), rtol=0, atol=1e-15)
+
+
+def test_policy_mass_that_is_never_drawn() -> None:
+    chain = reasoning(4, (0.3,))
+    cut = chain.behavior_logp.clone()
+    cut[..., 2] = -torch.inf
+    partial = replace(chain, behavior_logp=cut.log_softmax(-1))
+    problem, _ = unrolled(partial)
+    found = chain_objective(partial).unsupported_mass
+    assert found > 0.1
+    assert torch.allclose(found, objective(problem).unsupported_mass, rtol=0, atol=1e-14)
+
+
+def test_whole_product_is_unbiased_and_rescaling_keeps_it_in_range() -> None:
+    chain = stale(reasoning(2048), 0.02)
+    goal = chain_objective(chain).gradient
+    found = automaton(get("trajectory_is"), chain, 4)
+    assert torch.allclose(found.mean, goal, rtol=0, atol=1e-9 * float(goal.norm()))
+    assert float(found.drift.norm()) < 1e-9
+    assert float(found.variance) > 0
+
+
+def test_long_responses_against_sampling() -> None:
+    """Mean of one uncorrected response of 300 tokens within five standard errors of its sample."""
+    chain = stale(reasoning(300, (0.4,)), 0.2)
+    found = automaton(get("reinforce"), chain, 1)
+    generator = torch.Generator().manual_seed(5)
+    n = 4000
+    cumulative = chain.behavior_logp[0].exp().cumsum(-1)
+    score = torch.eye(4, dtype=torch.float64) - chain.logp[0].exp().unsqueeze(1)
+    state = torch.full((n,), chain.start)
+    live = torch.ones(n, dtype=torch.bool)
+    total = torch.zeros(n, 4, 4, dtype=torch.float64)
+    reward = torch.zeros(n, dtype=torch.float64)
+    for _ in range(chain.horizon):
+        u = torch.rand(n, 1, generator=generator, dtype=torch.float64)
+        drawn = (u > cumulative[state]).sum(1).clamp(max=3)
+        total[torch.arange(n), state] += torch.where(live[:, None], score[state, drawn], 0.0)
+        following = chain.successor[state, drawn]
+        stopped = live & (following < 0)
+        reward = torch.where(stopped, chain.rewards[0][state], reward)
+        live = live & (following >= 0)
+        state = torch.where(live, following, state)
+    g = total * reward[:, None, None]
+    error = g.std(0) / n**0.5
+    assert bool(((g.mean(0) - found.mean[0]).abs() < 5 * error + 1e-12).all())
+    spread = (g - g.mean(0)).square().sum((1, 2))
+    assert abs(float(spread.mean() - found.variance)) < 5 * float(spread.std()) / n**0.5
