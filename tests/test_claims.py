@@ -74,10 +74,8 @@ def test_claim(name, request):
         request.getfixturevalue("without_shapes")
     row = run(CLAIMS[name])
     assert row.failures == []
-    kinds = {figure.kind for figure in row.outcome.figures}
-    strongest = next(kind for kind in ("simulated", "exact", "counted") if kind in kinds)
-    assert row.claim.kind == strongest
-    assert (strongest == "simulated") == bool(row.outcome.seeds)
+    assert row.claim.kind in {figure.kind for figure in row.outcome.figures}
+    assert row.outcome.seeds or row.claim.kind != "simulated"
     names = [figure.name for figure in row.outcome.figures]
     assert len(set(names)) == len(names)
     shown = row.document()
