@@ -29,7 +29,7 @@ def right(estimator: Estimator) -> PlainLoss:
             advantages=advantages,
             mask=mask,
         )
-        return surrogate(given(estimator, sample), torch.where(mask, logp, 0.0))
+        return surrogate(given(estimator, [sample])[0], torch.where(mask, logp, 0.0))
 
     return loss
 

@@ -221,7 +221,7 @@ def _held_to(
     name, estimator = like
     best: tuple[float, list[float], Standard, list[Tensor]] | None = None
     for standard in standards(name, estimator, loss):
-        expected = [standard.expected(s) for s in samples]
+        expected = standard.expected(samples)
         sizes = [departure(f, e) for f, e in zip(found, expected, strict=True)]
         if best is None or max(sizes) < best[0]:
             best = (max(sizes), sizes, standard, expected)
@@ -246,7 +246,7 @@ def _held_to(
         row.property,
         samples,
         sizes,
-        lambda s: (loss.coefficients(s), standard.expected(s)),
+        lambda s: (loss.coefficients(s), standard.expected([s])[0]),
     )
     return row, example
 
@@ -319,10 +319,10 @@ def _nearest_example(loss: Loss, best: Closeness, samples: list[Sample]) -> list
     name = best.names[0]
     same_up_to_scale = best.residual <= 1e-5
     for standard in standards(name, best.estimator, loss):
+        times = 1.0 if same_up_to_scale else best.multiple
 
-        def expected(s: Sample, standard: Standard = standard) -> Tensor:
-            times = 1.0 if same_up_to_scale else best.multiple
-            return times * standard.expected(s)
+        def expected(s: Sample, standard: Standard = standard, times: float = times) -> Tensor:
+            return times * standard.expected([s])[0]
 
         sizes = [departure(loss.coefficients(s), expected(s)) for s in samples]
         if max(sizes) > 1:

@@ -20,42 +20,59 @@ from windage.analysis.audit.samples import Sample, probe
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import ENTRIES, get
 from windage.estimators.errors import BadInput
-from windage.estimators.estimator import Estimator, Terms, token_coefficients
+from windage.estimators.estimator import ABSENT, Estimator, Terms, token_coefficients
 
 RELATIVE = 1e-5
 OF_LARGEST = 1e-7
 ROUNDING = 1e-14
-Expected = Callable[[Sample], Tensor]
+Expected = Callable[[Sequence[Sample]], list[Tensor]]
 
 
-def given(estimator: Estimator, s: Sample) -> Tensor:
+def given(estimator: Estimator, samples: Sequence[Sample]) -> list[Tensor]:
     """Coefficients `[N T]` of an entry's correction and aggregation at given advantages.
+
+    The samples go through the stages at once: replicates of one padded shape.
 
     Example:
         >>> from windage.analysis.audit.samples import sample
-        >>> given(get("rloo"), sample("two", [[0.0, 0.0], [0.0, 0.0]], [1.0, -2.0]))
-        tensor([[ 0.5000,  0.5000],
-                [-1.0000, -1.0000]], dtype=torch.float64)
+        >>> given(get("rloo"), [sample("two", [[0.0, 0.0], [0.0, 0.0]], [1.0, -2.0])])
+        [tensor([[ 0.5000,  0.5000],
+                [-1.0000, -1.0000]], dtype=torch.float64)]
     """
-    advantages = s.advantages.unsqueeze(0)
-    present = torch.ones_like(advantages, dtype=torch.bool)
-    mask = s.mask.unsqueeze(0)
+    if not samples:
+        return []
+    n = max(len(s.mask) for s in samples)
+    t = max(s.mask.shape[1] for s in samples)
+
+    def stacked(values: list[Tensor]) -> Tensor:
+        return torch.stack([_padded_to(v, n, t) for v in values]).unsqueeze(1)
+
+    mask = stacked([s.mask for s in samples])
+    advantages = stacked([s.advantages.unsqueeze(-1).expand(s.mask.shape) for s in samples])
+    present = stacked([torch.ones_like(s.mask) for s in samples]).any(-1)
     fields = {"lengths": mask.sum(-1), "present": present}
-    scale = estimator.aggregation(*(fields[n] for n in estimator.aggregation.traits.needs))
     terms = Terms(
-        advantages=advantages.unsqueeze(-1),
-        scale=scale,
-        reason=torch.zeros_like(advantages, dtype=torch.long),
-        reasons=(),
+        advantages=advantages,
+        scale=estimator.aggregation(*(fields[k] for k in estimator.aggregation.traits.needs)),
+        reason=(~present).long(),
+        reasons=(ABSENT,),
     )
     batch = Batch(
-        rewards=advantages,
+        rewards=advantages[..., 0],
         mask=mask,
-        logp=s.logp.unsqueeze(0),
-        behavior_logp=s.behavior_logp.unsqueeze(0),
+        present=present,
+        logp=stacked([s.logp for s in samples]),
+        behavior_logp=stacked([s.behavior_logp for s in samples]),
     )
     bare = replace(estimator, admission=(), penalties=())
-    return token_coefficients(bare, terms, batch).own[0]
+    own = token_coefficients(bare, terms, batch).own
+    return [own[k, 0, : len(s.mask), : s.mask.shape[1]] for k, s in enumerate(samples)]
+
+
+def _padded_to(value: Tensor, n: int, t: int) -> Tensor:
+    out = value.new_zeros((n, t))
+    out[: value.shape[0], : value.shape[1]] = value
+    return out
 
 
 @final
@@ -79,7 +96,13 @@ def _of_length(estimator: Estimator, length: float) -> Estimator:
 
 def _padded(estimator: Estimator) -> Expected:
     """Coefficients with the constant length replaced by the width of the input."""
-    return lambda s: given(_of_length(estimator, s.mask.shape[1]), s)
+    unit = _of_length(estimator, 1.0)
+
+    def expected(samples: Sequence[Sample]) -> list[Tensor]:
+        found = given(unit, samples)
+        return [f / max(1, s.mask.shape[1]) for f, s in zip(found, samples, strict=True)]
+
+    return expected
 
 
 def refuse(name: str, estimator: Estimator) -> None:
@@ -106,7 +129,7 @@ def standards(name: str, estimator: Estimator, loss: Loss) -> list[Standard]:
     if not _needs_length(estimator):
         return [Standard(name=name, expected=partial(given, estimator))]
     unit = _of_length(estimator, 1.0)
-    e, f = given(unit, probe()), loss.coefficients(probe())
+    (e,), f = given(unit, [probe()]), loss.coefficients(probe())
     along = float((e * f).sum())
     fitted = float((e * e).sum()) / along if along > 0 else 1.0
     fitted = round(fitted) if abs(fitted - round(fitted)) < 1e-6 * fitted else fitted
@@ -223,8 +246,8 @@ def _relate(
 ) -> Closeness:
     """The best multiple of an entry's coefficients, and what it leaves."""
     pairs = []
-    for s, f in zip(samples, found, strict=True):
-        e, own = torch.where(s.mask, expected(s), 0.0), torch.where(s.mask, f, 0.0)
+    for s, f, entry in zip(samples, found, expected(samples), strict=True):
+        e, own = torch.where(s.mask, entry, 0.0), torch.where(s.mask, f, 0.0)
         size = max(float(own.abs().max()), float(e.abs().max()))
         if size > 0:
             pairs.append((e / size, own / size))
@@ -233,14 +256,14 @@ def _relate(
     multiple = ef / ee if ee > 0 else 0.0
     left = sum(float((f - multiple * e).square().sum()) for e, f in pairs)
     total = sum(float((f * f).sum()) for _, f in pairs)
-    entry = get(names[0])
+    first = get(names[0])
     return Closeness(
         names=names,
-        words=composition(entry),
+        words=composition(first),
         multiple=multiple,
         residual=math.sqrt(left / total) if total > 0 else math.inf,
         difference=max((float((f - e).abs().max()) for e, f in pairs), default=0.0),
-        estimator=entry,
+        estimator=first,
     )
 
 

@@ -58,17 +58,17 @@ def _wide(advantages: Tensor, mask: Tensor) -> Tensor:
     return advantages.unsqueeze(-1).expand(mask.shape).clone()
 
 
-def call_plain(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
+def call_plain(loss: Loss, s: Sample) -> Any:
     """Call a loss with logp, behavior_logp, advantages and mask."""
     values = {
         "logp": s.logp,
         "behavior_logp": s.behavior_logp,
-        "advantages": _wide(s.advantages, s.mask) if layout.per_token else s.advantages,
-        "mask": s.mask.to(s.logp.dtype) if layout.number_mask else s.mask,
+        "advantages": _wide(s.advantages, s.mask) if loss.layout.per_token else s.advantages,
+        "mask": s.mask.to(s.logp.dtype) if loss.layout.number_mask else s.mask,
     }
-    if set(PLAIN) <= set(parameters(function)):
-        return function(**values)
-    return function(*values.values())
+    if set(PLAIN) <= set(loss.parameters):
+        return loss.function(**values)
+    return loss.function(*values.values())
 
 
 class Settings(SimpleNamespace):
@@ -79,14 +79,14 @@ class Settings(SimpleNamespace):
         return getattr(self, name, default)
 
 
-def _named(function: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+def _named(loss: Loss, values: Mapping[str, Any]) -> Any:
     """Call with those of the values that the function has parameters for."""
-    own = parameters(function)
+    own = loss.parameters
     every = any(p.kind is p.VAR_KEYWORD for p in own.values())
-    return function(**{k: v for k, v in values.items() if every or k in own})
+    return loss.function(**{k: v for k, v in values.items() if every or k in own})
 
 
-def call_verl(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
+def call_verl(loss: Loss, s: Sample) -> Any:
     """Call a loss as verl's actor does; its defaults are verl's."""
     config = Settings(
         clip_ratio=0.2,
@@ -102,26 +102,26 @@ def call_verl(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
         "old_log_prob": s.behavior_logp,
         "log_prob": s.logp,
         "advantages": _wide(s.advantages, s.mask),
-        "response_mask": s.mask.to(s.logp.dtype) if layout.number_mask else s.mask,
+        "response_mask": s.mask.to(s.logp.dtype) if loss.layout.number_mask else s.mask,
         "loss_agg_mode": "token-mean",
         "config": config,
         "rollout_is_weights": None,
     }
-    return _named(function, values)
+    return _named(loss, values)
 
 
-def call_trl(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
+def call_trl(loss: Loss, s: Sample) -> Any:
     """Call a loss with the inputs of TRL's GRPO trainer."""
     inputs = {
         "per_token_logps": s.logp,
         "old_per_token_logps": s.behavior_logp,
         "sampling_per_token_logps": s.behavior_logp,
-        "advantages": _wide(s.advantages, s.mask) if layout.per_token else s.advantages,
-        "completion_mask": s.mask.to(s.logp.dtype) if layout.number_mask else s.mask.long(),
+        "advantages": _wide(s.advantages, s.mask) if loss.layout.per_token else s.advantages,
+        "completion_mask": s.mask.to(s.logp.dtype) if loss.layout.number_mask else s.mask.long(),
         "num_items_in_batch": s.mask.sum(),
     }
     model = SimpleNamespace(training=True)
-    return _named(function, {**inputs, "inputs": inputs, "model": model})
+    return _named(loss, {**inputs, "inputs": inputs, "model": model})
 
 
 @final
@@ -146,7 +146,7 @@ class Numbers:
         return values
 
 
-def call_tinker(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
+def call_tinker(loss: Loss, s: Sample) -> Any:
     """Call a loss with one datum and one vector of log-probabilities a response."""
     data, logprobs = [], []
     for row in range(len(s.mask)):
@@ -163,10 +163,10 @@ def call_tinker(function: Callable[..., Any], s: Sample, layout: Layout) -> Any:
         inputs = {name: Numbers(value) for name, value in fields.items()}
         data.append(SimpleNamespace(loss_fn_inputs=inputs))
         logprobs.append(s.logp[row, :end])
-    return function(data, logprobs)
+    return loss.function(data, logprobs)
 
 
-CALLS: Mapping[str, Callable[[Callable[..., Any], Sample, Layout], Any]] = {
+CALLS: Mapping[str, Callable[[Loss, Sample], Any]] = {
     "plain": call_plain,
     "verl": call_verl,
     "trl": call_trl,
@@ -208,6 +208,7 @@ class Loss:
     function: Callable[..., Any]
     signature: str
     layout: Layout
+    parameters: Mapping[str, inspect.Parameter]
 
     def coefficients(self, s: Sample) -> Tensor:
         """Minus the gradient by logp, NaN where it is not a number.
@@ -240,7 +241,7 @@ class Loss:
 
     def _loss(self, s: Sample) -> Tensor:
         try:
-            result = CALLS[self.signature](self.function, s, self.layout)
+            result = CALLS[self.signature](self, s)
         except (Exception, SystemExit) as problem:
             called = f"called as {self.signature}: {SIGNATURES[self.signature]}"
             raise BadInput(f"{self.name}: {_said(problem)} on {s.name}, {called}") from problem
@@ -283,7 +284,13 @@ def tried(name: str, function: Callable[..., Any], signature: str | None = None)
         raise unknown("signature", kind, SIGNATURES)
     first: BadInput | None = None
     for layout in (Layout(), Layout(False, True), Layout(True, False), Layout(True, True)):
-        loss = Loss(name=name, function=function, signature=kind, layout=layout)
+        loss = Loss(
+            name=name,
+            function=function,
+            signature=kind,
+            layout=layout,
+            parameters=parameters(function),
+        )
         try:
             found = loss.coefficients(probe())
         except BadInput as problem:

@@ -106,7 +106,7 @@ def _ascends(loss: Loss, s: Sample, like: Estimator) -> Pair:
 
 def _zero_region(loss: Loss, s: Sample, like: Estimator) -> Pair:
     found = loss.coefficients(s)
-    want = given(like, s)
+    (want,) = given(like, [s])
     zero = want == 0
     return (found != 0).double(), torch.where(zero, 0.0, 1.0)
 

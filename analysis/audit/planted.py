@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, final
 
 from windage.analysis.audit.document import SCHEMA
@@ -17,6 +17,7 @@ from windage.analysis.audit.entry import audit, failures
 from windage.analysis.audit.faults import STAGES
 from windage.analysis.audit.faulty_losses import LOSSES, RIGHT
 from windage.analysis.audit.foreign import bounds, judge
+from windage.analysis.audit.logged import Subject
 from windage.analysis.audit.loss import tried
 from windage.analysis.audit.loss_claims import CLAIMS
 from windage.analysis.audit.rows import Row
@@ -37,16 +38,18 @@ checks that fail. Without the fault every one of these checks passes. The table 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A planted fault: its name, what is wrong, where, and how to look for it."""
+    """A planted fault: its name, what is wrong, where, and which of some checks find it."""
 
     name: str
     words: str
     place: str
-    find: Callable[[int], tuple[str, ...]]
+    find: Callable[[int, Collection[str] | None], tuple[str, ...]]
 
 
-def _in_entry(build: Callable[[], Any], seed: int) -> tuple[str, ...]:
-    return tuple(row.property for row in failures(audit(build(), seed=seed)))
+def _in_entry(
+    build: Callable[[], Subject], seed: int, only: Collection[str] | None
+) -> tuple[str, ...]:
+    return tuple(row.property for row in failures(audit(build(), seed=seed, only=only)))
 
 
 def _judged(entry: str, function: Callable[..., Any], names: Iterable[str], seed: int) -> list[Row]:
@@ -62,9 +65,11 @@ def held_by_the_right_loss(entry: str, seed: int) -> tuple[str, ...]:
     return tuple(row.property for row in _judged(entry, RIGHT[entry], CLAIMS, seed) if row.ok)
 
 
-def _in_loss(entry: str, function: Callable[..., Any], seed: int) -> tuple[str, ...]:
-    known = held_by_the_right_loss(entry, seed)
-    rows = _judged(entry, function, [name for name in CLAIMS if name in known], seed)
+def _in_loss(
+    entry: str, function: Callable[..., Any], seed: int, only: Collection[str] | None
+) -> tuple[str, ...]:
+    wanted = held_by_the_right_loss(entry, seed) if only is None else only
+    rows = _judged(entry, function, [name for name in CLAIMS if name in wanted], seed)
     return tuple(row.property for row in rows if row.ok is False)
 
 
@@ -72,25 +77,19 @@ def faults() -> Iterator[Fault]:
     """Every planted fault, stage by stage, then losses."""
     for stage, builders in STAGES.items():
         for build in builders:
-            place = f"{stage} of {build().estimator.name}"
-
-            def find(seed: int, build: Callable[[], Any] = build) -> tuple[str, ...]:
-                return _in_entry(build, seed)
-
-            yield Fault(name=build.__name__, words=_words(build), place=place, find=find)
+            yield Fault(
+                name=build.__name__,
+                words=_words(build),
+                place=f"{stage} of {build().estimator.name}",
+                find=partial(_in_entry, build),
+            )
     for entry, functions in LOSSES.items():
         for function in functions:
-
-            def find_in(
-                seed: int, entry: str = entry, function: Callable[..., Any] = function
-            ) -> tuple[str, ...]:
-                return _in_loss(entry, function, seed)
-
             yield Fault(
                 name=function.__name__,
                 words=_words(function),
                 place=f"a loss like {entry}",
-                find=find_in,
+                find=partial(_in_loss, entry, function),
             )
 
 
@@ -116,7 +115,7 @@ def row(fault: Fault, killers: tuple[str, ...]) -> Row:
 def document(*, seed: int = 0) -> dict[str, Any]:
     """Audit every fault; one that no check finds is a failure."""
     started = time.perf_counter()
-    rows = [row(fault, fault.find(seed)) for fault in faults()]
+    rows = [row(fault, fault.find(seed, None)) for fault in faults()]
     survivors = sum(r.ok is False for r in rows)
     return {
         "schema": SCHEMA,
