@@ -41,14 +41,14 @@ PICTURES = {
         "rloo": "var, rloo, G = {}", "no baseline, mean reward 0": "var, none at E R = 0, G = {}"}),
     "B-09": Picture(x="group size, 48 responses in all", y="variance of the update × 10³",
                     curves={"rloo": "variance of the update ×10³, G = {}"}, log="x"),
-    "B-11": Picture(x="λ", y="of the update", curves={
+    "B-11": Picture(x="λ", y="bias and variance", curves={
         "bias, wavy critic": "bias, wavy, λ = {}", "variance": "var, wavy, λ = {}"}),
     "B-15": Picture(x="policy", y="expected length, tokens", log="x", curves={
         "failing responses": "E[T | fail], policy {}",
         "correct responses": "E[T | success], policy {}"}, level=(4.99934, "at the start")),
     "B-24": Picture(x="length T, tokens", y="weight on the heaviest 1 % of responses",
                     curves={"product of ratios": "weight on 1 %, T = {}"}),
-    "B-26": Picture(x="cap", y="of one response", log="x", curves={
+    "B-26": Picture(x="cap", y="bias and variance", log="x", curves={
         "bias": "bias, C = {}", "variance": "var, C = {}"}),
     "B-29": Picture(x="clipped steps", y="ratio of arm 0", log="x",
                     curves={"clip 0.2": "ratio after {} steps"}, level=(1.2, "1 + ε")),
@@ -70,7 +70,7 @@ PICTURES = {
     "G-05": Picture(x="β", y="reward at the optimum", log="x", curves={
         "proxy": "proxy reward, β = {}", "true": "true reward, β = {}",
         "true, optimized itself": "true reward optimized itself, β = {}"}),
-    "G-08": Picture(x="pass over the batch", y="of the clipped update", log="x", curves={
+    "G-08": Picture(x="pass over the batch", y="bias and share", log="x", curves={
         "bias": "bias at pass {}", "share clipped": "share clipped at pass {}"}),
 }  # fmt: skip
 
