@@ -4,7 +4,7 @@ STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 JOBS ?= 2
 
-.PHONY: study test check-long lint dev bench figures clean
+.PHONY: study test check-long lint dev bench figures audit-trl audit-verl clean
 
 test check-long: export OMP_NUM_THREADS ?= 1
 
@@ -33,8 +33,12 @@ bench: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python benchmarks/staleness.py
 
+# Losses of other frameworks, each in an environment of its own; rewrites docs/peers.md.
+audit-trl audit-verl: audit-%: .venv-%/$(notdir $(STAMP)) dev
+	PYTHONPATH=.typing OMP_NUM_THREADS=1 .venv-$*/bin/python benchmarks/peers/audit.py $*
+
 clean:
-	rm -rf .venv .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-verl .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 
 # The stamp's name holds the checkout's path: a moved or copied .venv is made anew.
 $(STAMP): pyproject.toml constraints.txt
@@ -50,4 +54,15 @@ $(STAMP): pyproject.toml constraints.txt
 	if ! grep -qsF "$$PWD/.venv" .venv/pyvenv.cfg; then "$$found" -m venv --clear .venv; fi; \
 	echo "Installing into ./.venv with $$($(BIN)/python --version): minutes the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+WITHOUT_DEPENDENCIES_verl := verl==0.9.1
+
+.venv-%/$(notdir $(STAMP)): benchmarks/peers/requirements-%.txt benchmarks/peers/constraints.txt | $(STAMP)
+	@if ! grep -qsF "$$PWD/.venv-$*" .venv-$*/pyvenv.cfg; then $(BIN)/python -m venv --clear .venv-$*; fi
+	@echo "Installing into ./.venv-$*: minutes the first time"
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c benchmarks/peers/constraints.txt -r $<
+	@for package in $(WITHOUT_DEPENDENCIES_$*); do \
+	  .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$package || exit 1; done
 	@touch $@
