@@ -90,4 +90,5 @@ def typical(prompts: int = 1, horizon: int = 3, *, seed: int = 0) -> Problem:
     tree = Tree(3, 1, horizon)
     logits = torch.from_numpy(rng.normal(size=(prompts, tree.prefixes, 3)))
     rewards = reward_table("binary", rng, (prompts, tree.leaves))
+    rewards[:, :2] = torch.tensor([1.0, 0.0])
     return with_behavior(make("typical", tree, logits, rewards), "noise", sigma=0.5)
