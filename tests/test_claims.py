@@ -283,7 +283,7 @@ def test_json_is_one_document_with_the_fields_of_the_specification(capsys):
     figures = [figure for row in found["rows"] for figure in row["figures"]]
     assert all([*f] == ["name", "value", "expected", "tolerance", "ok"] for f in figures)
     simulated = found["rows"][1]
-    assert simulated["seeds"] == [0, 1, 2, 3]
+    assert simulated["seeds"] == [*range(16)]
     assert list(simulated["standard_error"]) == ["entropy, fresh noise, n = 1,000"]
     assert found["rows"][0]["condition"] and found["rows"][2]["condition"] is None
     assert found["failed"] == [] and "B-36" in output.err
