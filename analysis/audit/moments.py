@@ -48,9 +48,9 @@ class Facts:
 
 
 def _random(
-    generator: torch.Generator, name: str, shape: Tree, prompts: int, levels: int | None
+    generator: torch.Generator, shape: Tree, prompts: int, levels: int | None, far: float
 ) -> Problem:
-    """A random tree, off-policy with full support; rewards real, or one of a few levels."""
+    """A random tree whose sampler covers the policy and is `far` off; rewards real or of levels."""
 
     def normal(scale: float) -> Tensor:
         size = (prompts, shape.prefixes, shape.vocab)
@@ -63,27 +63,28 @@ def _random(
         rewards = (torch.rand(size, generator=generator, dtype=torch.float64) < 0.4).double()
         rewards[:, 0], rewards[:, 1] = 0.0, 1.0
         rewards = rewards if levels == 1 else 2 * rewards - 1
-    return make(name, shape, logits, rewards, behavior=logits + normal(0.6))
+    return make("generated", shape, logits, rewards, behavior=logits + normal(far))
 
 
 def generated(seed: int) -> tuple[Case, ...]:
     """Random problems: one and two prompts, with and without a stop, three kinds of reward."""
     generator = torch.Generator().manual_seed(seed)
     kinds = (
-        ("one prompt, stop token, real rewards", Tree(3, 2, 2), 1, None, 2),
-        ("one prompt, stop token first, binary rewards", Tree(3, 0, 3), 1, 1, 3),
-        ("one prompt, fixed length, rewards of ±1", Tree(2, None, 3), 1, -1, 4),
-        ("two prompts, stop token, rewards of ±1", Tree(2, 1, 3), 2, -1, 2),
-        ("two prompts, stop token, binary rewards", Tree(3, 2, 2), 2, 1, 4),
-        ("two prompts, stop token, real rewards", Tree(2, 1, 3), 2, None, 3),
+        ("one prompt, stop token, real rewards", Tree(3, 2, 2), 1, None, 0.6, 2),
+        ("one prompt, stop token first, binary rewards", Tree(3, 0, 3), 1, 1, 0.6, 3),
+        ("one prompt, fixed length, rewards of ±1", Tree(2, None, 3), 1, -1, 0.6, 4),
+        ("one prompt, stop token, a sampler far off", Tree(3, 2, 2), 1, None, 2.5, 3),
+        ("two prompts, stop token, rewards of ±1", Tree(2, 1, 3), 2, -1, 0.6, 2),
+        ("two prompts, stop token, binary rewards", Tree(3, 2, 2), 2, 1, 0.6, 4),
+        ("two prompts, stop token, real rewards", Tree(2, 1, 3), 2, None, 0.6, 3),
     )
     return tuple(
         Case(
             name=f"generated (seed {seed}): {words}, G = {size}",
-            problem=_random(generator, "generated", shape, prompts, levels),
+            problem=_random(generator, shape, prompts, levels, far),
             group_size=size,
         )
-        for words, shape, prompts, levels, size in kinds
+        for words, shape, prompts, levels, far, size in kinds
     )
 
 
