@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen claims; 1 where a figure or a verdict is not as expected."""
-    only = None if arguments.only is None else arguments.only.split(",")
+    only = None if arguments.only is None else [i.strip() for i in arguments.only.split(",")]
     ids = chosen(only, arguments.source)
     if arguments.kind is not None and arguments.kind not in KINDS:
         raise unknown("kind", arguments.kind, KINDS)
