@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from windage.analysis.audit.words import LOSS_CLAIMS, SIGNATURES
 from windage.cli import specs
-from windage.cli.output import show, write
+from windage.cli.output import one_thread, show, write
 from windage.estimators.claims import ALWAYS, PROPERTIES, VALUED
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.planted:
         return _planted(arguments)
     request = check(arguments)
+    one_thread()
     from windage.analysis.audit import document
 
     return _print(document.run(request), arguments)
@@ -97,9 +98,10 @@ def _planted(arguments: argparse.Namespace) -> int:
     given = [arguments.targets, arguments.like, arguments.claims, arguments.signature]
     if any(given):
         raise BadInput("--planted audits its own faults; allowed with it: --json, --out, --seed")
-    from windage.analysis.audit import planted
+    one_thread()
+    from windage.analysis.audit.planted import document
 
-    return _print(planted.document(seed=arguments.seed), arguments)
+    return _print(document(seed=arguments.seed), arguments)
 
 
 def check(arguments: argparse.Namespace) -> Request:

@@ -21,6 +21,7 @@ PROBLEMS: dict[str, dict[str, int]] = {
     "trajectories": {},
     "token_tree": {"horizon": 4, "vocab": 3},
     "difficulties": {},
+    "reasoning": {"horizon": 256},
 }
 BEHAVIORS: dict[str, tuple[str, ...]] = {
     "stale": ("steps", "rate"),
@@ -94,7 +95,7 @@ RULES: dict[str, Rule] = {
     "k": _whole(1, _MANY),
     "p": _real("a number above 0, at most 1", lambda x: 0 < x <= 1),
     "arms": _whole(2, 1_000_000),
-    "horizon": _whole(1, 1_000),
+    "horizon": _whole(1, _MANY),
     "vocab": _whole(2, _MANY),
     "group_size": _whole(1, _MANY),
     "samples": _whole(32, 10**12),

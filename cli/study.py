@@ -19,7 +19,16 @@ from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
 from windage.toy.problem_file import Document, Shape, read, refuse_size
 
-ENGINES = ("auto", "tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
+ENGINES = (
+    "auto",
+    "tuples",
+    "compositions",
+    "classes",
+    "coupled",
+    "prefix_tree",
+    "transfer",
+    "sampling",
+)
 PROBLEM = "token_tree"
 GROUP_SIZE = 4
 DEFAULTS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from problem_files import pair, tree, write
 
+from windage.analysis.studies.study import PROBLEMS
 from windage.cli import main as frame
 from windage.cli import specs
 from windage.cli import study as verb
@@ -19,7 +20,6 @@ from windage.estimators.errors import BadInput
 from windage.estimators.index import SETTINGS
 from windage.toy.behavior import KINDS
 from windage.toy.exact.plan import ENGINES
-from windage.toy.problems import BUILT_IN
 
 
 def windage(*words, **options):
@@ -57,11 +57,11 @@ def test_tables_are_true():
     def arguments(function):
         return {k: p.default for k, p in inspect.signature(function).parameters.items()}
 
-    for name, problem in BUILT_IN.items():
+    for name, problem in PROBLEMS.items():
         assert specs.PROBLEMS[name] == {
             k: v for k, v in arguments(problem).items() if isinstance(v, int)
         }
-    assert set(specs.PROBLEMS) == set(BUILT_IN)
+    assert set(specs.PROBLEMS) == set(PROBLEMS)
     for kind, function in KINDS.items():
         hidden = {"problem", "seed"}
         assert specs.BEHAVIORS[kind] == tuple(k for k in arguments(function) if k not in hidden)

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from windage.analysis.studies.study import Settings, run
 from windage.estimators.catalogue import ENTRIES, get
+from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
+from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
 from windage.toy.exact.transfer import automaton, chain_objective, refusal
 from windage.toy.exact.tuples import Responses, accepted, every_multiset
@@ -94,6 +97,21 @@ def test_serves_every_own_token_weight_and_the_whole_product() -> None:
     assert "couples the lengths" in str(refusal(get("dapo")))
     with pytest.raises(NotImplementedError, match="law of the summed"):
         automaton(get("gspo"), reasoning(HORIZON), 2)
+
+
+def test_a_study_of_a_chain_has_rows_and_says_what_no_engine_serves() -> None:
+    stale_by = ("stale", {"steps": 2, "rate": 1.0})
+    names = (("rloo", {}), ("trajectory_is", {}), ("gspo", {}))
+    document = run(
+        Settings(problem=("reasoning", {"horizon": 64}), estimators=names, behavior=stale_by)
+    )
+    biased, unbiased, unserved = document["rows"]
+    assert biased["engine"] == unbiased["engine"] == "transfer"
+    assert biased["relative_bias"] > 0.01 > 1e-9 > unbiased["relative_bias"]
+    assert unserved["variance"] is None and "law of the summed log-ratio" in unserved["reason"]
+    assert document["problem"]["responses"] is None
+    with pytest.raises(BadInput, match="mixed needs a tree"):
+        with_behavior(reasoning(8), "mixed")
 
 
 def test_objective_is_that_of_the_unrolled_tree() -> None:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from windage.estimators.errors import BadInput, unknown
+from windage.toy.chains import Chain
+from windage.toy.exact.plan import Site
 from windage.toy.objective import objective
-from windage.toy.problems import Problem, normalize
+from windage.toy.problems import normalize
 
 ROUNDING = 1e-12
+S = TypeVar("S", bound=Site)
 LogProbabilities = Float[Tensor, "P N V"]
 
 
@@ -27,7 +30,7 @@ def _require(holds: bool, name: str, value: float, allowed: str) -> None:
         raise BadInput(f"behavior: {name} is {value:g}; allowed: {allowed}")
 
 
-def _backward_steps(problem: Problem, steps: int, rate: float) -> list[Tensor]:
+def _backward_steps(problem: Site, steps: int, rate: float) -> list[Tensor]:
     """Logits after 0, 1, ... `steps` exact steps down the gradient from the current ones."""
     _require(steps >= 0, "steps", steps, "a whole number from 0")
     history = [problem.logits]
@@ -37,7 +40,7 @@ def _backward_steps(problem: Problem, steps: int, rate: float) -> list[Tensor]:
     return history
 
 
-def stale(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
+def stale(problem: Site, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
     """The policy `steps` exact gradient steps behind, found by stepping back from the current one.
 
         z[k + 1] = z[k] - rate * grad J(z[k]),   z[0] the current logits, sampler softmax(z[steps])
@@ -55,7 +58,7 @@ def stale(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabil
     return normalize(_backward_steps(problem, steps, rate)[-1])
 
 
-def noise(problem: Problem, *, sigma: float = 0.1, seed: int = 0) -> LogProbabilities:
+def noise(problem: Site, *, sigma: float = 0.1, seed: int = 0) -> LogProbabilities:
     """Independent Gaussian noise on every logit.
 
     Args:
@@ -71,7 +74,7 @@ def noise(problem: Problem, *, sigma: float = 0.1, seed: int = 0) -> LogProbabil
     return normalize(problem.logits + sigma * drawn)
 
 
-def bits(problem: Problem, *, b: int = 4) -> LogProbabilities:
+def bits(problem: Site, *, b: int = 4) -> LogProbabilities:
     """Logits rounded to 2^b levels between the least and the greatest of each prompt.
 
     Args:
@@ -86,7 +89,7 @@ def bits(problem: Problem, *, b: int = 4) -> LogProbabilities:
     return normalize(low + step * ((problem.logits - low) / step).round())
 
 
-def temperature(problem: Problem, *, t: float = 1.0) -> LogProbabilities:
+def temperature(problem: Site, *, t: float = 1.0) -> LogProbabilities:
     """Logits divided by a temperature.
 
     Args:
@@ -99,7 +102,7 @@ def temperature(problem: Problem, *, t: float = 1.0) -> LogProbabilities:
     return normalize(problem.logits / t)
 
 
-def top_k(problem: Problem, *, k: int = 1) -> LogProbabilities:
+def top_k(problem: Site, *, k: int = 1) -> LogProbabilities:
     """The k likeliest tokens, renormalised; ties go to the lower id.
 
     Args:
@@ -114,7 +117,7 @@ def top_k(problem: Problem, *, k: int = 1) -> LogProbabilities:
     return normalize(problem.logits.masked_fill(dropped, -torch.inf))
 
 
-def top_p(problem: Problem, *, p: float = 1.0) -> LogProbabilities:
+def top_p(problem: Site, *, p: float = 1.0) -> LogProbabilities:
     """The likeliest tokens up to and including the one that reaches mass p, renormalised.
 
     Ties go to the lower id; p = 1 changes nothing.
@@ -134,7 +137,7 @@ def top_p(problem: Problem, *, p: float = 1.0) -> LogProbabilities:
     return normalize(problem.logits.masked_fill(dropped, -torch.inf))
 
 
-def mixed(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
+def mixed(problem: Site, *, steps: int = 1, rate: float = 1.0) -> LogProbabilities:
     """Weights updated during generation: versions that differ along one response.
 
     The first token comes from the policy `steps` behind, the last from the current one, with the
@@ -147,6 +150,8 @@ def mixed(problem: Problem, *, steps: int = 1, rate: float = 1.0) -> LogProbabil
     Raises:
         BadInput: a negative number of steps.
     """
+    if isinstance(problem, Chain):
+        raise BadInput("behavior: mixed needs a tree of prefixes; allowed with chains: stale")
     history = _backward_steps(problem, steps, rate)
     horizon = problem.tree.horizon
     out = torch.empty_like(problem.logits)
@@ -163,7 +168,7 @@ KINDS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def with_behavior(problem: Problem, kind: str, **settings: Any) -> Problem:
+def with_behavior(problem: S, kind: str, **settings: Any) -> S:
     """The same problem sampled by a kind of behavior policy.
 
     Raises:

@@ -7,14 +7,15 @@ no successor, or is cut at the horizon; its reward depends on the state in which
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from windage.estimators.errors import BadInput
 
 
 @final
@@ -39,10 +40,21 @@ class Chain:
     logits: Float[Tensor, "P S V"]
     behavior_logp: Float[Tensor, "P S V"]
     rewards: Float[Tensor, "P C"]
+    sha256: str | None = None
 
     @property
     def prompts(self) -> int:
         return self.logits.shape[0]
+
+    @property
+    def responses(self) -> None:
+        """Too many to count."""
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response that the problem allows."""
+        return self.horizon
 
     @property
     def logp(self) -> Float[Tensor, "P S V"]:
@@ -65,7 +77,10 @@ class Chain:
 
 
 def reasoning(
-    horizon: int, success: Sequence[float] = (0.2, 0.5, 0.8), *, mean_length: float | None = None
+    horizon: int = 256,
+    success: Sequence[float] = (0.2, 0.5, 0.8),
+    *,
+    mean_length: float | None = None,
 ) -> Chain:
     """A response that thinks, on track or off it, until it stops; right if it stopped on track.
 
@@ -76,8 +91,17 @@ def reasoning(
         horizon: length at which a response is cut and counts as wrong.
         success: long-run share of time on track, a prompt.
         mean_length: tokens until a stop, on average; default a quarter of the horizon, at least 4.
+
+    Raises:
+        BadInput: a horizon below 1.
+
+    Example:
+        >>> reasoning(4096).logits.shape
+        torch.Size([3, 4, 4])
     """
     on, off, on_again, off_again = range(4)
+    if not horizon >= 1:
+        raise BadInput(f"horizon is {horizon}; allowed: a whole number from 1")
     successor = torch.tensor(
         [
             [on, off, on_again, -1],
@@ -107,15 +131,18 @@ def reasoning(
     )
 
 
+CHAINS: dict[str, Callable[..., Chain]] = {"reasoning": reasoning}
+
+
 def mismatch(chain: Chain) -> dict[str, float]:
     """Mismatch per token, averaged over states: KL(mu, pi) in nats and chi-squared of pi from mu.
 
     Example:
-        >>> mismatch(reasoning(16))["kl"]
-        0.0
+        >>> mismatch(reasoning(16))["kl"] == 0
+        True
     """
     mu, ratio = chain.behavior_logp.exp(), chain.logp - chain.behavior_logp
     return {
         "kl": float(-(mu * ratio).sum(-1).mean()),
-        "chi_squared": math.expm1(math.log(float((mu * (2 * ratio).exp()).sum(-1).mean()))),
+        "chi_squared": float((mu * (2 * ratio).exp()).sum(-1).mean()) - 1,
     }

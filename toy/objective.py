@@ -6,11 +6,13 @@ J = mean over prompts of E_pi[R],   grad J = mean over prompts of E_pi[R sum of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
 
+from windage.toy.chains import Chain
 from windage.toy.exact.prefix_tree import Walk, Weights, dot, response_moments
 from windage.toy.problems import Problem
 
@@ -27,8 +29,11 @@ class Objective:
     unsupported_mass: Float[Tensor, ""]
 
 
-def objective(problem: Problem) -> Objective:
+@singledispatch
+def objective(problem: Problem | Chain) -> Objective:
     """J and its gradient under the policy, whatever the sampler.
+
+    Chains have their own recursion, which `windage.toy.exact.transfer` registers here.
 
     Example:
         >>> import torch
@@ -37,6 +42,7 @@ def objective(problem: Problem) -> Objective:
         >>> objective(coin).gradient
         tensor([[[-0.2500,  0.2500]]], dtype=torch.float64)
     """
+    assert isinstance(problem, Problem)
     walk = Walk(problem.on_policy())
     value = dot(walk.leaf_flow, problem.rewards)
     centered = problem.rewards - value.unsqueeze(-1)

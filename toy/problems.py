@@ -156,6 +156,16 @@ class Problem:
     def prompts(self) -> int:
         return self.logits.shape[0]
 
+    @property
+    def responses(self) -> int:
+        """Responses of all prompts."""
+        return self.prompts * self.tree.leaves
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response that the problem allows."""
+        return max(self.tree.horizon, int(self.lengths.max()))
+
     @cached_property
     def logp(self) -> Float[Tensor, "P N V"]:
         """Log-probabilities of the policy at each prefix."""

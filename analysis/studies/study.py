@@ -23,8 +23,20 @@ from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import KINDS, with_behavior
+from windage.toy.chains import CHAINS, Chain
 from windage.toy.exact.moments import Undefined
-from windage.toy.exact.plan import BUDGET, OPTIONS, Plan, exact, plan, seeded, undefined
+from windage.toy.exact.plan import (
+    BUDGET,
+    OPTIONS,
+    PATIENCE,
+    Plan,
+    Site,
+    consider,
+    exact,
+    plan,
+    seeded,
+    undefined,
+)
 from windage.toy.objective import Objective, objective
 from windage.toy.problem_file import Document, to_problem
 from windage.toy.problems import BUILT_IN, Problem
@@ -35,7 +47,7 @@ PRECISION = 0.01
 RESOLVED = 0.1
 FIRST_BATCHES = 64 * BLOCKS
 SAMPLED_CELLS = 2e7
-PATIENCE = 10.0
+PROBLEMS: Mapping[str, Callable[..., Site]] = {**BUILT_IN, **CHAINS}
 BEYOND = "beyond the range of float64: the squared length of a gradient"
 
 Number = int | float
@@ -94,7 +106,7 @@ def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict
     points = [dict(zip(settings.sweep, v, strict=True)) for v in product(*settings.sweep.values())]
     total = len(points) * len(settings.estimators)
     rows: list[dict[str, Any]] = []
-    sites: dict[Arguments, tuple[Problem, Objective]] = {}
+    sites: dict[Arguments, tuple[Site, Objective]] = {}
     known: dict[Any, dict[str, Any]] = {}
     for point in points:
         key = _arguments(settings, point)
@@ -124,13 +136,13 @@ def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict
     }
 
 
-def about_problem(problem: Problem) -> dict[str, Any]:
+def about_problem(problem: Site) -> dict[str, Any]:
     """The document's words for a problem; responses and parameters are totals over prompts."""
     return {
         "name": problem.name,
         "sha256": problem.sha256,
         "prompts": problem.prompts,
-        "responses": problem.prompts * problem.tree.leaves,
+        "responses": problem.responses,
         "parameters": problem.logits.numel(),
     }
 
@@ -158,7 +170,7 @@ def _arguments(settings: Settings, point: Values) -> Arguments:
     """Arguments of the built-in problem and of the behavior policy at a point."""
     sources: list[tuple[Mapping[str, Callable[..., Any]], tuple[str, Values]]] = []
     if not isinstance(settings.problem, Document):
-        sources.append((BUILT_IN, settings.problem))
+        sources.append((PROBLEMS, settings.problem))
     if settings.behavior is not None:
         sources.append((KINDS, settings.behavior))
     return tuple(
@@ -166,12 +178,12 @@ def _arguments(settings: Settings, point: Values) -> Arguments:
     )
 
 
-def _site(settings: Settings, arguments: Arguments) -> Problem:
+def _site(settings: Settings, arguments: Arguments) -> Site:
     """The problem with its behavior policy."""
     if isinstance(settings.problem, Document):
-        problem = to_problem(settings.problem)
+        problem: Site = to_problem(settings.problem)
     else:
-        problem = BUILT_IN[settings.problem[0]](**dict(arguments[0]))
+        problem = PROBLEMS[settings.problem[0]](**dict(arguments[0]))
     if settings.behavior is None:
         return problem
     kind, given = settings.behavior[0], dict(arguments[-1])
@@ -194,7 +206,7 @@ def _sampler(settings: Settings) -> dict[str, Any]:
     return {"kind": "file" if file else "policy"}
 
 
-def bind(estimator: Estimator, problem: Problem) -> Estimator:
+def bind(estimator: Estimator, problem: Site) -> Estimator:
     """Give a constant length that was not set the horizon: the problem's longest response.
 
     Example:
@@ -203,13 +215,13 @@ def bind(estimator: Estimator, problem: Problem) -> Estimator:
     """
     if dict(estimator.aggregation.settings).get("length", 0) is not None:
         return estimator
-    longest = max(problem.tree.horizon, int(problem.lengths.max()))
+    longest = problem.longest
     return replace(estimator, aggregation=estimator.aggregation.change(length=longest))
 
 
 def row(
     estimator: Estimator,
-    problem: Problem,
+    problem: Site,
     goal: Objective,
     group_size: int,
     engine: str = "auto",
@@ -258,7 +270,7 @@ def row(
     }
 
 
-def _choose(estimator: Estimator, problem: Problem, group_size: int, engine: str) -> Plan:
+def _choose(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Plan:
     """The engine asked for, or the planner's.
 
     Raises:
@@ -267,11 +279,9 @@ def _choose(estimator: Estimator, problem: Problem, group_size: int, engine: str
     if engine == "auto":
         return plan(estimator, problem, group_size)
     if engine in OPTIONS:
-        refusal, cost = OPTIONS[engine](estimator, problem, group_size)
-        if refusal is None and cost > PATIENCE * BUDGET:
-            refusal = f"would touch {cost:.1e} numbers, more than {PATIENCE * BUDGET:.0e}"
-        if refusal is not None:
-            raise Undefined(f"engine {engine} is not valid: {refusal}")
+        option = consider(engine, estimator, problem, group_size, budget=PATIENCE * BUDGET)
+        if option.refusal is not None:
+            raise Undefined(f"engine {engine} is not valid: {option.refusal}")
     elif engine != "sampling":
         raise Undefined(f"engine {engine} does not serve {estimator.name}")
     return Plan(engine=engine, reason="asked for")
@@ -279,7 +289,7 @@ def _choose(estimator: Estimator, problem: Problem, group_size: int, engine: str
 
 def _measure(
     estimator: Estimator,
-    problem: Problem,
+    problem: Site,
     goal: Objective,
     group_size: int,
     engine: str,
@@ -293,6 +303,8 @@ def _measure(
     """
     try:
         if engine == "sampling":
+            if isinstance(problem, Chain):
+                raise Undefined("chains are not sampled")
             most = samples or _affordable(estimator, problem, group_size)
             return _sampled(estimator, problem, goal, group_size, seed, most)
         moments = exact(estimator, problem, group_size, engine)

@@ -55,6 +55,7 @@ def how(document: Document) -> str:
     counts = ", ".join(
         f"{problem[key]} {key if problem[key] != 1 else key[:-1]}"
         for key in ("prompts", "responses", "parameters")
+        if problem[key] is not None
     )
     return (
         f"{counts}; J = {text(goal['value'])}, |grad J| = {text(goal['gradient_norm'])}; engines: "

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
 from windage.estimators.estimator import Estimator
+from windage.toy.chains import Chain
 from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import affine, by_response
+from windage.toy.exact.transfer import automaton, refusal
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
+
+Site = Problem | Chain
 
 # Numbers an engine may touch, and how many times more if it is asked for by name.
 BUDGET = 3e8
 PATIENCE = 10.0
-ENGINES = ("tuples", "compositions", "classes", "coupled", "prefix_tree", "sampling")
+ENGINES = ("tuples", "compositions", "classes", "coupled", "prefix_tree", "transfer", "sampling")
 
 
 @final
@@ -50,7 +54,7 @@ LACKS = {
 INERT = {"versions", "truncated", "elapsed"}
 
 
-def undefined(estimator: Estimator, problem: Problem, group_size: int) -> str | None:
+def undefined(estimator: Estimator, problem: Site, group_size: int) -> str | None:
     """Why an estimator has no meaning on a problem at all, or None."""
     needs = replace(estimator, admission=()).needs
     for field, words in LACKS.items():
@@ -124,40 +128,55 @@ def _listing(count: Callable[..., float]) -> Callable[..., tuple[str | None, flo
     return option
 
 
-OPTIONS: dict[str, Callable[[Estimator, Problem, int], tuple[str | None, float]]] = {
+def _transfer(estimator: Estimator, chain: Chain, group_size: int) -> tuple[str | None, float]:
+    states, vocab = chain.successor.shape
+    cost = 20.0 * chain.horizon * chain.prompts * states * states * vocab
+    return _recursion(estimator) or refusal(estimator), cost
+
+
+OPTIONS: dict[str, Callable[[Estimator, Any, int], tuple[str | None, float]]] = {
     "prefix_tree": _prefix_tree,
     "classes": _classes,
     "compositions": _listing(count_multisets),
     "tuples": _listing(count_tuples),
+    "transfer": _transfer,
 }
 
 
-RUNS: dict[str, Callable[[Estimator, Problem, int], Moments]] = {
+RUNS: dict[str, Callable[[Estimator, Any, int], Moments]] = {
     "by_response": by_response,
     "affine": affine,
     "classes": classes,
     "compositions": multisets,
     "tuples": tuples,
+    "transfer": automaton,
 }
 
 
 def consider(
-    engine: str, estimator: Estimator, problem: Problem, group_size: int, *, budget: float = BUDGET
+    engine: str, estimator: Estimator, problem: Site, group_size: int, *, budget: float = BUDGET
 ) -> Option:
     """What one exact engine says about an estimator on a problem."""
-    refusal, cost = OPTIONS[engine](estimator, problem, group_size)
-    if refusal is None and cost > budget:
-        refusal = f"would touch {cost:.1e} numbers, more than {budget:.0e}"
-    return Option(engine=engine, refusal=refusal, cost=cost)
+    if isinstance(problem, Chain) != (engine == "transfer"):
+        kind = "automaton states" if engine == "transfer" else "a tree of prefixes"
+        return Option(engine=engine, refusal=f"it serves policies with {kind}", cost=0.0)
+    why, cost = OPTIONS[engine](estimator, problem, group_size)
+    if why is None and cost > budget:
+        why = f"would touch {cost:.1e} numbers, more than {budget:.0e}"
+    return Option(engine=engine, refusal=why, cost=cost)
 
 
-def options(estimator: Estimator, problem: Problem, group_size: int) -> list[Option]:
+def options(estimator: Estimator, problem: Site, group_size: int) -> list[Option]:
     """What each exact engine says about an estimator on a problem."""
-    return [consider(engine, estimator, problem, group_size) for engine in OPTIONS]
+    served = [e for e in OPTIONS if isinstance(problem, Chain) == (e == "transfer")]
+    return [consider(engine, estimator, problem, group_size) for engine in served]
 
 
-def plan(estimator: Estimator, problem: Problem, group_size: int) -> Plan:
+def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
     """The cheapest valid engine; sampling where none is.
+
+    Raises:
+        Undefined: the problem is a chain, which is not sampled, and no engine is valid.
 
     Example:
         >>> from windage.estimators.catalogue import get
@@ -169,12 +188,14 @@ def plan(estimator: Estimator, problem: Problem, group_size: int) -> Plan:
     valid = [o for o in found if o.refusal is None]
     if not valid:
         why = "; ".join(f"{o.engine}: {o.refusal}" for o in found)
+        if isinstance(problem, Chain):
+            raise Undefined(f"no exact engine ({why}), and chains are not sampled")
         return Plan(engine="sampling", reason=f"no exact engine ({why})")
     best = min(valid, key=lambda o: o.cost)
     return Plan(engine=best.engine, reason=f"touches about {best.cost:.1e} numbers, the fewest")
 
 
-def exact(estimator: Estimator, problem: Problem, group_size: int, engine: str) -> Moments:
+def exact(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Moments:
     """Run one exact engine.
 
     Raises:

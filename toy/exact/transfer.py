@@ -29,7 +29,7 @@ from windage.toy.chains import Chain
 from windage.toy.exact.classes import Contributions, Groups, combine, signs
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.prefix_tree import affine_moments, reads_sign
-from windage.toy.objective import Objective
+from windage.toy.objective import Objective, objective
 
 RESCALE = 64
 FAR = 40.0
@@ -246,6 +246,7 @@ def automaton(estimator: Estimator, chain: Chain, group_size: int) -> Moments:
     return combine(estimator, parts, 1.0).shaped(chain.logits.shape)
 
 
+@objective.register
 def chain_objective(chain: Chain) -> Objective:
     """J, its gradient, and the policy's mass on responses with a token that is never drawn."""
     pi = chain.logp.exp()
