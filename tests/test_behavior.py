@@ -173,6 +173,14 @@ def test_top_k_keeps_the_likeliest_and_breaks_ties_by_id() -> None:
     assert [k.tolist() for k in kept] == [[1], [1, 2], [0, 1, 2], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize(("kind", "settings"), [("top_k", {"k": 100}), ("top_p", {"p": 0.0999})])
+def test_ties_go_to_the_lower_ids_of_a_long_vocabulary(
+    kind: str, settings: dict[str, float]
+) -> None:
+    found = with_behavior(coin(*([0.0] * 1000)), kind, **settings).behavior_logp[0, 0]
+    assert (found > -torch.inf).nonzero().flatten().tolist() == list(range(100))
+
+
 def test_top_k_keeps_the_ratios_of_what_it_keeps() -> None:
     problem = coin(0.0, 1.0, 2.0)
     found = with_behavior(problem, "top_k", k=2).behavior_logp[0, 0]

@@ -141,6 +141,17 @@ def test_noise_is_taken_out_of_squared_norms() -> None:
     assert found["cosine"] == 1.0
 
 
+def test_noise_is_taken_out_of_the_bias_and_of_what_stands_across() -> None:
+    parts = torch.tensor([[1.0, 1.0], [-1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    found = from_sample(made(parts, truth), goal([3.0, 0.0]), ONE)
+    noise = 8 / (4 * 3)
+    assert_close(found["scale"], 1.0)
+    assert_close(found["relative_bias"], math.sqrt(16 - noise) / 3)
+    assert_close(found["relative_bias_rescaled"], math.sqrt(16 - noise) / 3)
+    assert_close(found["cosine"], 3 / math.sqrt(25 - noise))
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dapo"])
 def test_rows_hold_numbers_or_null(name: str) -> None:
     for number in range(0, 40, 4):
