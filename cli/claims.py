@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from windage.analysis.claims.index import KINDS, chosen, source
-from windage.cli.output import write
+from windage.cli.output import one_thread, write
 from windage.estimators.errors import BadInput, unknown
 
 if TYPE_CHECKING:
@@ -50,12 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _measure(ids: tuple[str, ...], arguments: argparse.Namespace) -> list[Row]:
     """Run claim by claim, each shown as it ends."""
-    import torch
-
     from windage.analysis.claims.page import text, verdict
     from windage.analysis.claims.running import run_all
 
-    torch.set_num_threads(1)  # tensors are small: threads would only wait for each other
+    one_thread()
     rows: list[Row] = []
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     for row in run_all(ids, kind=arguments.kind, seed=arguments.seed):

@@ -1,13 +1,25 @@
-"""What verbs do with their document: show it on the terminal, write it into a folder."""
+"""What verbs share around their work: one thread, the terminal's table, the folder's files."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from windage.estimators.errors import BadInput
+
+
+def one_thread() -> None:
+    """Keep torch to one thread unless OMP_NUM_THREADS says otherwise.
+
+    Tensors are small here: on a busy machine a second thread takes six times the processor time.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def show(document: Mapping[str, Any]) -> None:

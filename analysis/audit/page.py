@@ -28,6 +28,7 @@ PLANTED = (
     Column(key="claimed", label="what is wrong", keep=2),
     Column(key="found", label="found by", keep=4),
 )
+NAMED = 1
 OUTCOME = {True: "ok", False: "FAILED", None: ""}
 MEASURED = (
     "measured: the largest departure found. Of an entry, relative to the gradient or the "
@@ -40,7 +41,6 @@ CLOSEST = (
     Column(key="residual", label="left after\nthe multiple", keep=4),
     Column(key="largest_difference", label="largest difference\nwithout it", keep=3),
 )
-SHOWN = 4
 
 
 def _rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -52,9 +52,17 @@ def _table(rows: Rows) -> Table:
     return Table(columns=columns, rows=_rows(rows), caption=MEASURED)
 
 
-def _planted(document: Document) -> Table:
-    """One line a fault: where, what, and the checks that found it."""
-    return Table(columns=PLANTED, rows=document["rows"])
+def _planted(document: Document, most: int | None = None) -> Table:
+    """One line a fault: where, what, and the checks that found it, `most` of them by name."""
+
+    def named(found: str) -> str:
+        checks = found.split(", ")
+        if most is None or len(checks) <= most:
+            return found
+        return ", ".join([*checks[:most], f"{len(checks) - most} more"])
+
+    rows = [{**row, "found": named(row["found"])} for row in document["rows"]]
+    return Table(columns=PLANTED, rows=rows)
 
 
 def _summary_rows(document: Document) -> list[dict[str, Any]]:
@@ -144,7 +152,7 @@ def summary(document: Document) -> Rendered:
     single = len(document["targets"]) == 1
     lines = (*_loss_lines(document), *_examples(document), _verdict(document))
     if document["planted"]:
-        table = _planted(document)
+        table = _planted(document, NAMED)
     elif single:
         table = _table(document["rows"])
     else:
