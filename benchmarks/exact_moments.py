@@ -4,8 +4,9 @@
 
 Prints two tables and writes them to benchmarks/results/exact_moments.json and .md.
 
-1. Seconds a call of the engines, mean, variance and drift together, from the logits: each call gets
-   a fresh copy of the problem, so nothing that depends on it is kept between calls.
+1. Time of a call of the engines, mean, variance and drift together, from the logits: each call
+   gets a fresh copy of the problem, so nothing that depends on it is kept between calls.  What
+   depends on group size and reward values alone (advantages by counts of classes) is kept.
 2. The norm of an estimator's bias to 1 % relative standard error, K = 64 responses, G = 16: the
    engine against a Python loop with `loss.backward()` for each group and against `torch.func.vmap`
    of the gradient over groups.  Groups needed: (deviation of the estimate along the bias / 1 % of
@@ -214,7 +215,13 @@ def machine() -> dict[str, Any]:
     if info.exists():
         names = [x.split(":")[1] for x in info.read_text().splitlines() if "model name" in x]
         cpu = f"{len(names)} x {names[0].strip()}" if names else cpu
-    return {"cpu": cpu, "python": platform.python_version(), "torch": torch.__version__}
+    cores = os.cpu_count() or 1
+    return {
+        "cpu": cpu,
+        "cores": cores,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -254,6 +261,8 @@ def markdown(document: dict[str, Any]) -> str:
             f"| {r['vmap_groups_a_second']:,.0f} | {1e3 * r['exact_seconds']:.2f} "
             f"| {r['loop_ratio']:,.0f} | {r['vmap_ratio']:,.0f} |"
         )
+    if document["load"] > m["cores"]:
+        lines += ["", "Other work shared the cores: two threads often wait for one another."]
     return "\n".join([*lines, ""])
 
 

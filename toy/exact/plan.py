@@ -113,7 +113,7 @@ def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[s
         return f"{estimator.advantage.name} couples prompts", 0.0
     terms = count_classes(estimator, problem, group_size)
     kinds = max(len(kinds) for kinds in problem.kinds)
-    cost = 20.0 * terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
+    cost = 10.0 * terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
     return None, cost
 
 
