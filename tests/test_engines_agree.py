@@ -72,7 +72,7 @@ def test_engines_agree_on_generated_problems(sweep: int) -> None:
         for number in range(sweep * EACH, (sweep + 1) * EACH)
     }
     assert {name for (_, name), engines in served.items() if engines} == set(NAMES)
-    assert {e for engines in served.values() for e in engines} == set(OPTIONS)
+    assert {e for engines in served.values() for e in engines} == set(OPTIONS) - {"transfer"}
     several = sum(len(engines) > 1 for engines in served.values())
     assert several >= EACH // 2, f"only {several} problems have two engines"
 
