@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windage.cli import specs
-from windage.cli.output import show, write
+from windage.cli.output import one_thread, show, write
 from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
@@ -138,13 +137,9 @@ def _engine(text: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
-    import torch
-
+    one_thread()
     from windage.analysis.studies import staleness, study
 
-    # Tensors are small: on a busy machine a second thread takes six times the processor time.
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     with _progress() as advance:
         if request is None:
             document = staleness.run(advance)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from windage.analysis.studies.reading import reading
-from windage.analysis.studies.study import SCHEMA, bind, row
+from windage.analysis.studies.study import SCHEMA, about_objective, about_problem, bind, row
 from windage.estimators.catalogue import ENTRIES
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
@@ -121,7 +121,7 @@ def site(problem: Problem, steps: int, step: float) -> dict[str, Any]:
 
 
 def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[str, Any]:
-    """The document of `windage study` without arguments.
+    """The document of `windage study` without arguments; problem and objective of the first length.
 
     Args:
         advance: told after each lag and length how many of how many rows are done.
@@ -129,6 +129,7 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
     sites = []
+    first = problem(LENGTHS[0])
     total = len(LENGTHS) * len(LAGS) * len(ENTRIES)
     for length in LENGTHS:
         fresh = problem(length)
@@ -141,12 +142,8 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "study": "staleness",
-        "problem": {
-            "name": "staleness",
-            "sha256": None,
-            "prompts": len(SUCCESS),
-            "success": list(SUCCESS),
-        },
+        "problem": {**about_problem(first), "name": "staleness", "success": list(SUCCESS)},
+        "objective": about_objective(objective(first)),
         "behavior": {"kind": "stale", "divergence": DIVERGENCE},
         "sweep": {"horizon": list(LENGTHS), "steps": list(LAGS)},
         "responses": {"batch": RESPONSES, "shown": list(BATCHES)},
