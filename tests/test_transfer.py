@@ -14,7 +14,14 @@ from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
-from windage.toy.exact.transfer import automaton, chain_objective, refusal
+from windage.toy.exact.transfer import (
+    Steps,
+    automata,
+    automaton,
+    chain_objective,
+    refusal,
+    transfer,
+)
 from windage.toy.exact.tuples import Responses, accepted, every_multiset
 from windage.toy.objective import objective
 from windage.toy.problems import Problem, Tree, make
@@ -140,6 +147,66 @@ def test_whole_product_is_unbiased_and_rescaling_keeps_it_in_range() -> None:
     assert torch.allclose(found.mean, goal, rtol=0, atol=1e-9 * float(goal.norm()))
     assert float(found.drift.norm()) < 1e-9
     assert float(found.variance) > 0
+
+
+def test_many_at_once_equal_one_by_one() -> None:
+    chains = [stale(reasoning(37, (0.3, 0.6)), sigma) for sigma in (0.0, 0.1, 0.3)]
+    pairs = [(bound(name, 37), chain) for chain in chains for name in SERVED]
+    for (estimator, chain), found in zip(pairs, automata(pairs, 3), strict=True):
+        alone = automaton(estimator, chain, 3)
+        assert torch.allclose(found.mean, alone.mean, rtol=0, atol=1e-14)
+        assert torch.allclose(found.drift, alone.drift, rtol=0, atol=1e-14)
+        assert abs(float(found.variance / alone.variance) - 1) < 1e-12
+
+
+@pytest.mark.parametrize("horizon", [1, 2, 3, 7, 8, 9, 64, 100])
+def test_squaring_equals_one_token_after_another(horizon: int) -> None:
+    """Masses, means and squared norms with a factor of every length, for a kernel of any growth."""
+    generator = torch.Generator().manual_seed(horizon)
+    successor = torch.tensor([[0, 1, 2, -1], [2, 0, 0, -1], [1, 1, 2, -1]])
+    kernel, factor = (
+        torch.rand(shape, generator=generator, dtype=torch.float64)
+        for shape in ((3, 4), (horizon,))
+    )
+    score = torch.randn((3, 4, 4), generator=generator, dtype=torch.float64)
+    found = transfer(Steps(kernel=kernel, score=score, factor=factor), successor, 0)
+    here = {0: (1.0, torch.zeros(3, 4, dtype=torch.float64), 0.0)}
+    mass, norm = torch.zeros(2, 6, dtype=torch.float64)
+    mean = torch.zeros(6, 3, 4, dtype=torch.float64)
+    for t in range(horizon):
+        after: dict[int, tuple] = {}
+        for state, (m, u, q) in here.items():
+            for v, following in enumerate(successor[state].tolist()):
+                nu, z = kernel[state, v], torch.zeros_like(u)
+                z[state] = score[state, v]
+                new = (nu * m, nu * (u + m * z), nu * (q + 2 * (u * z).sum() + m * (z * z).sum()))
+                ends = state if following < 0 else 3 + following if t == horizon - 1 else None
+                if ends is None:
+                    old = after.get(following, (0, 0, 0))
+                    after[following] = tuple(a + b for a, b in zip(old, new, strict=True))
+                else:
+                    mass[ends] += factor[t] * new[0]
+                    mean[ends] += factor[t] * new[1]
+                    norm[ends] += factor[t] * new[2]
+        here = after
+    for ours, theirs in ((found.mass, mass), (found.mean, mean), (found.norm, norm)):
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-14 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("size", [1e-3, 40.0])
+def test_kernels_that_shrink_or_grow_beyond_float64_keep_what_is_within(size: float) -> None:
+    """One state, stop weight 1 at every length: sums of a geometric series, whatever its ratio."""
+    horizon = 190 if size > 1 else 3000
+    kernel = torch.tensor([[size, 1.0]], dtype=torch.float64)
+    steps = Steps(
+        kernel=kernel,
+        score=torch.zeros(1, 2, 2, dtype=torch.float64),
+        factor=torch.ones(horizon, dtype=torch.float64),
+    )
+    found = transfer(steps, torch.tensor([[0, -1]]), 0).mass
+    series = (size**horizon - 1) / (size - 1)
+    assert float(found[0]) == pytest.approx(series, rel=1e-12)
+    assert float(found[1]) == pytest.approx(size**horizon, rel=1e-12)
 
 
 def test_long_responses_against_sampling() -> None:

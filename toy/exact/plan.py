@@ -14,7 +14,7 @@ from windage.toy.chains import Chain
 from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import affine, by_response
-from windage.toy.exact.transfer import automaton, refusal
+from windage.toy.exact.transfer import automaton, cells, refusal
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
 
@@ -129,9 +129,7 @@ def _listing(count: Callable[..., float]) -> Callable[..., tuple[str | None, flo
 
 
 def _transfer(estimator: Estimator, chain: Chain, group_size: int) -> tuple[str | None, float]:
-    states, vocab = chain.successor.shape
-    cost = 20.0 * chain.horizon * chain.prompts * states * states * vocab
-    return _recursion(estimator) or refusal(estimator), cost
+    return _recursion(estimator) or refusal(estimator), 5 * cells(chain)
 
 
 OPTIONS: dict[str, Callable[[Estimator, Any, int], tuple[str | None, float]]] = {

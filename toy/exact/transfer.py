@@ -1,20 +1,25 @@
-"""Moments at real lengths, by forward recursion over the states of an automaton (E5).
+"""Moments at real lengths, by recursion over the states of an automaton (E5).
 
 The same logits serve at every time, so contributions of different times add up in one block a
-state.  For a kernel nu(s, v) (the sampler, or the sampler times a power of the ratio) and weighted
-scores z(s, v) the recursion carries, for each state, the mass m, the mean u of the summed scores
-and the mean q of its squared norm:
+state.  A stretch of tokens from state i to state j has, under a kernel nu(s, v) (the sampler, or
+the sampler times a power of the ratio) with weighted scores z(s, v), a mass m, a mean u of the
+summed scores, and a mean q of its squared norm.  One stretch after another is
 
-    m'(s') = sum of nu m                                    over s, v with next(s, v) = s'
-    u'(s') = sum of nu (u + m z)
-    q'(s') = sum of nu (q + 2 z . u + m |z|^2)
+    m(i, k) = sum over j of m1(i, j) m2(j, k)
+    u(i, k) = sum over j of u1(i, j) m2(j, k) + m1(i, j) u2(j, k)
+    q(i, k) = sum over j of q1(i, j) m2(j, k) + 2 u1(i, j) . u2(j, k) + m1(i, j) q2(j, k)
 
-Responses that end at time t leave the recursion with a factor f(t).  The product of ratios over a
-response is a kernel: nu = mu rho for the mean, mu rho^2 for the norm.
+so that stretches of 2, 4, 8, ... tokens come by squaring, and T tokens in the logarithm of T steps.
+Responses that end after t more tokens count with a factor f(t); with t = k B + b
+
+    sum over t of f(t) P^t  =  sum over k of (sum over b of f(k B + b) P^b) P^(k B)
+
+The product of ratios over a response is a kernel: nu = mu rho for the mean, mu rho^2 for the norm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -31,8 +36,8 @@ from windage.toy.exact.moments import Moments
 from windage.toy.exact.prefix_tree import affine_moments, reads_sign
 from windage.toy.objective import Objective, objective
 
-RESCALE = 64
 FAR = 40.0
+CELLS = 4e6
 
 
 @final
@@ -68,68 +73,93 @@ class Ended:
 
 
 def transfer(steps: Steps, successor: Int[Tensor, "S V"], start: int) -> Ended:
-    """Run the recursion from `start` to the horizon, the length of the factor.
+    """Sums over all responses from `start` that end by the horizon, the length of the factor.
 
-    All three sums are rescaled on the way, so that neither a kernel's mass that shrinks nor one
-    that grows leaves float64 before the end.
+    The kernel is divided by its growth a token, so that neither a mass that shrinks nor one that
+    grows leaves float64 before the end.
     """
-    *batch, states, vocab = steps.kernel.shape
-    onto = torch.nn.functional.one_hot(successor + 1, states + 1).double()
-    square = steps.score.square().sum(-1)
-    step_mass = torch.einsum("...sv,svn->...ns", steps.kernel, onto)
-    step_mean = torch.einsum("...sv,...svk,svn->...nsk", steps.kernel, steps.score, onto)
-    step_norm = torch.einsum("...sv,...sv,svn->...ns", steps.kernel, square, onto)
-    stop_mass, go_mass = step_mass[..., 0, :], step_mass[..., 1:, :]
-    stop_mean, go_mean = step_mean[..., 0, :, :], step_mean[..., 1:, :, :]
-    stop_norm, go_norm = step_norm[..., 0, :], step_norm[..., 1:, :]
-
-    mass = steps.kernel.new_zeros((*batch, states))
-    mass[..., start] = 1.0
-    mean = steps.kernel.new_zeros((*batch, states, states, vocab))
-    norm = torch.zeros_like(mass)
-    ended = [torch.zeros_like(mass), torch.zeros_like(mean), torch.zeros_like(norm)]
-    log_scale = steps.kernel.new_zeros(batch)
-    index = torch.arange(states)
+    go, stop = _one_token(steps, successor)
     horizon = steps.factor.shape[-1]
-    for t in range(horizon):
-        f = steps.factor[..., t]
-        own = mean[..., index, index, :]
-        out = stop_mass[..., None, None] * mean
-        out[..., index, index, :] += mass.unsqueeze(-1) * stop_mean
-        stopped = (
-            stop_mass * mass,
-            out,
-            stop_mass * norm + 2 * (stop_mean * own).sum(-1) + stop_norm * mass,
-        )
-        ended = [total + _times(f, part, total) for total, part in zip(ended, stopped, strict=True)]
-        norm = (
-            (go_mass * norm.unsqueeze(-2)).sum(-1)
-            + 2 * torch.einsum("...nsk,...sk->...n", go_mean, own)
-            + (go_norm * mass.unsqueeze(-2)).sum(-1)
-        )
-        mean = (go_mass @ mean.flatten(-2)).unflatten(-1, (states, vocab))
-        mean = mean + go_mean * mass[..., None, :, None]
-        mass = (go_mass @ mass.unsqueeze(-1)).squeeze(-1)
-        if t % RESCALE == RESCALE - 1:
-            size = torch.maximum(mass.sum(-1), ended[0].sum(-1))
-            shift = torch.where(size > 0, size, 1.0).log()
-            log_scale = log_scale + shift
-            down = (-shift).exp()
-            mass, mean, norm = (_times(down, part, part) for part in (mass, mean, norm))
-            ended = [_times(down, part, part) for part in ended]
-    cut = [_times(steps.factor[..., horizon - 1], part, part) for part in (mass, mean, norm)]
-    up = log_scale.exp()
-    both = [torch.cat([a, b], len(batch)) for a, b in zip(ended, cut, strict=True)]
-    return Ended(
-        mass=_times(up, both[0], both[0]),
-        mean=_times(up, both[1], both[1]),
-        norm=_times(up, both[2], both[2]),
-    )
+    growth = _growth(go[..., 0], start)
+    log_up = (growth * horizon).clamp(min=0)
+    log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
+    factor = steps.factor * log_factor[..., :-1].exp()
+    last = steps.factor[..., -1] * log_factor[..., -1].exp()
+    doubled = [go * (-growth).exp()[..., None, None, None]]
+    for _ in range(horizon.bit_length() - 1):
+        doubled.append(_then(doubled[-1], doubled[-1]))
+    here = torch.zeros_like(go[..., :1, :, :])
+    here[..., 0, start, 0] = 1.0
+    stopped = _then(_weighted(here, doubled, factor), stop)
+    for i, stretch in enumerate(doubled):
+        if horizon >> i & 1:
+            here = _then(here, stretch)
+    ended = torch.cat([stopped, here * last[..., None, None, None]], -2).squeeze(-3)
+    ended = ended * log_up.exp()[..., None, None]
+    blocks = ended[..., 2:].unflatten(-1, steps.kernel.shape[-2:])
+    return Ended(mass=ended[..., 0], mean=blocks, norm=ended[..., 1])
 
 
-def _times(factor: Tensor, part: Tensor, like: Tensor) -> Tensor:
-    """A factor by batch times a tensor with more axes."""
-    return factor.reshape(factor.shape + (1,) * (like.dim() - factor.dim())) * part
+def _then(
+    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*batch J K D"]
+) -> Float[Tensor, "*batch I K D"]:
+    """Stretches of tokens after stretches of tokens: mass, squared norm and mean on the last axis.
+
+    Example:
+        >>> one = torch.tensor([[[0.5, 2.0, 1.0]]])
+        >>> _then(one, one)
+        tensor([[[0.2500, 4.0000, 1.0000]]])
+    """
+    out = torch.einsum("...ij,...jkd->...ikd", first[..., 0], second)
+    out[..., 1:] += torch.einsum("...ijd,...jk->...ikd", first[..., 1:], second[..., 0])
+    out[..., 1] += 2 * torch.einsum("...ijd,...jkd->...ik", first[..., 2:], second[..., 2:])
+    return out
+
+
+def _one_token(steps: Steps, successor: Tensor) -> tuple[Tensor, Tensor]:
+    """Stretches of one token: those that go on, and those that stop, by their own state."""
+    states = len(successor)
+    own = torch.eye(states, dtype=steps.kernel.dtype)
+    onto = torch.nn.functional.one_hot(successor + 1, states + 1).to(own)
+    square = steps.kernel * steps.score.square().sum(-1)
+    norm, mass = (torch.einsum("...sv,svn->...sn", x, onto) for x in (square, steps.kernel))
+    mean = torch.einsum("...sv,...svk,svn->...snk", steps.kernel, steps.score, onto)
+    blocks = torch.einsum("...snk,sr->...snrk", mean, own).flatten(-2)
+    paths = torch.cat([mass.unsqueeze(-1), norm.unsqueeze(-1), blocks], -1)
+    return paths[..., 1:, :], torch.einsum("...sd,sr->...srd", paths[..., 0, :], own)
+
+
+def _growth(mass: Float[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch"]:
+    """Logarithm of the factor by which a kernel's mass grows a token, in the long run."""
+    reached = torch.zeros_like(mass[..., :1, :])
+    reached[..., start] = 1.0
+    for _ in range(mass.shape[-1]):
+        reached = ((reached + reached @ mass) > 0).to(mass)
+    size = torch.linalg.eigvals(mass * reached.transpose(-1, -2)).abs().amax(-1)
+    return torch.where(size > 0, size, 1.0).log()
+
+
+def _weighted(here: Tensor, doubled: Sequence[Tensor], factor: Float[Tensor, "*batch T"]) -> Tensor:
+    """Sum over t of f(t) times what follows `here` after t tokens.
+
+    Args:
+        here: paths so far, one row.
+        doubled: stretches of 1, 2, 4, ... tokens.
+        factor: f(t).
+    """
+    horizon = factor.shape[-1]
+    half = (horizon - 1).bit_length() // 2
+    block = 2**half
+    for stretch in doubled[:half]:
+        here = torch.cat([here, _then(here, stretch)], -3)
+    blocks = 1 << (-(-horizon // block) - 1).bit_length()
+    padded = torch.nn.functional.pad(factor, (0, blocks * block - horizon))
+    parts = torch.einsum("...kb,...bsd->...ksd", padded.unflatten(-1, (blocks, block)), here)
+    for stretch in doubled[half:]:
+        if parts.shape[-3] == 1:
+            break
+        parts = parts[..., 0::2, :, :] + _then(parts[..., 1::2, :, :], stretch)
+    return parts
 
 
 def refusal(estimator: Estimator) -> str | None:
@@ -203,29 +233,87 @@ def _scale(estimator: Estimator, chain: Chain, group_size: int) -> Float[Tensor,
 def automaton(estimator: Estimator, chain: Chain, group_size: int) -> Moments:
     """Mean and variance of a batch on a chain, whatever the horizon.
 
-    Ends are combined as responses of a tree are: by their rewards' powers where the advantage is
-    affine and no map reads its sign, by counts of classes of equal reward elsewhere.
+    Raises:
+        NotImplementedError: `refusal` says why.
+    """
+    return automata([(estimator, chain)], group_size)[0]
+
+
+def automata(pairs: Sequence[tuple[Estimator, Chain]], group_size: int) -> list[Moments]:
+    """Moments of many estimators on chains of one automaton and horizon, in one recursion.
 
     Raises:
         NotImplementedError: `refusal` says why.
     """
-    if why := refusal(estimator):
-        raise NotImplementedError(why)
-    factor = _scale(estimator, chain, group_size)
-    run = [steps(estimator, chain, s, k, factor) for s in signs(estimator) for k in (1, 2)]
-    sampled = Steps(
-        kernel=chain.behavior_logp.exp(),
-        score=torch.zeros_like(run[0].score),
-        factor=torch.ones_like(factor),
+    run: list[Steps] = []
+    for estimator, chain in pairs:
+        if why := refusal(estimator):
+            raise NotImplementedError(why)
+        factor = _scale(estimator, chain, group_size)
+        run += [steps(estimator, chain, s, k, factor) for s in signs(estimator) for k in (1, 2)]
+    chains = list(dict.fromkeys(chain for _, chain in pairs))
+    run += [_sampled(chain) for chain in chains]
+    found = _many(run, chains[0])
+    laws = dict(zip(chains, found.mass[-len(chains) :], strict=True))
+    out, at = [], 0
+    for estimator, chain in pairs:
+        mine = slice(at, at + 2 * len(signs(estimator)))
+        mean, norm = found.mean[mine][::2], found.norm[mine][1::2]
+        out.append(_batch(estimator, chain, group_size, laws[chain], mean, norm))
+        at = mine.stop
+    return out
+
+
+def cells(chain: Chain) -> float:
+    """Numbers that the recursion of one kernel touches: T, S^2 V sqrt T and S^3 V log T of them."""
+    states, vocab = chain.successor.shape
+    row = states * (2 + states * vocab)
+    columns = 2 * chain.horizon**0.5 + states * chain.horizon.bit_length()
+    return chain.prompts * (chain.horizon + row * columns)
+
+
+def _sampled(chain: Chain) -> Steps:
+    """How the sampler's responses end."""
+    mu = chain.behavior_logp.exp()
+    score = mu.new_zeros((*mu.shape, mu.shape[-1]))
+    return Steps(kernel=mu, score=score, factor=mu.new_ones(chain.horizon))
+
+
+def _many(run: Sequence[Steps], chain: Chain) -> Ended:
+    """Many recursions at once, as many as fit into memory."""
+    most = max(1, int(CELLS / cells(chain)))
+    found = []
+    for at in range(0, len(run), most):
+        part = run[at : at + most]
+        stacked = Steps(
+            kernel=torch.stack([r.kernel for r in part]),
+            score=torch.stack([r.score for r in part]),
+            factor=torch.stack([r.factor for r in part]).unsqueeze(1),
+        )
+        found.append(transfer(stacked, chain.successor, chain.start))
+    return Ended(
+        mass=torch.cat([f.mass for f in found]),
+        mean=torch.cat([f.mean for f in found]),
+        norm=torch.cat([f.norm for f in found]),
     )
-    run.append(sampled)
-    stacked = Steps(
-        kernel=torch.stack([r.kernel for r in run]),
-        score=torch.stack([r.score for r in run]),
-        factor=torch.stack([r.factor for r in run]).unsqueeze(1),
-    )
-    found = transfer(stacked, chain.successor, chain.start)
-    mass, mean, norm = found.mass[-1], found.mean[:-1:2], found.norm[1:-1:2]
+
+
+def _batch(
+    estimator: Estimator, chain: Chain, group_size: int, mass: Tensor, mean: Tensor, norm: Tensor
+) -> Moments:
+    """Moments of a batch from what responses contribute by how they ended.
+
+    Ends are combined as responses of a tree are: by their rewards' powers where the advantage is
+    affine and no map reads its sign, by counts of classes of equal reward elsewhere.
+
+    Args:
+        estimator: its advantage is called.
+        chain: the rewards.
+        group_size: responses of a group.
+        mass: of the sampler, by how a response ended.
+        mean: of contributions, by sign of the advantage.
+        norm: of their squares, likewise.
+    """
     if estimator.advantage.traits.linear and not reads_sign(estimator):
         center = (mass * chain.rewards).sum(-1).mean()
         r = chain.rewards - center
