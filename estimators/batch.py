@@ -112,7 +112,7 @@ class Batch:
         }
         names = self.group_ids
         if names is not None:
-            picked = torch.arange(len(names))[prompts].tolist()
+            picked = torch.arange(len(names), device=self.rewards.device)[prompts].tolist()
             changes["group_ids"] = tuple(names[i] for i in picked)
         return replace(self, **changes)
 

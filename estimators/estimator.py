@@ -344,7 +344,7 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
     """
     weights = _weights(estimator, batch, terms.advantages)
     admitted = ((terms.reason == 0) & (terms.scale > 0)).unsqueeze(-1)
-    scale = torch.where(admitted, terms.scale.unsqueeze(-1), 0.0)
+    scale = torch.where(admitted, terms.scale.unsqueeze(-1), 0.0).to(weights.dtype)
     factor = torch.where(admitted, terms.advantages * scale, 0.0).to(weights.dtype)
     inert = (factor == 0) | (weights == 0)
     own = torch.where(inert, torch.zeros_like(weights), factor * weights)

@@ -230,7 +230,7 @@ def overlong_shaping(
         Yu et al., 2025, arXiv:2503.14476.
     """
     if length is None:
-        return torch.zeros(lengths.shape, dtype=torch.float64)
+        return torch.zeros_like(lengths, dtype=torch.float64)
     positive(length=length, margin=margin)
     return -((lengths.to(torch.float64) - (length - margin)) / margin).clamp(min=0.0, max=1.0)
 
@@ -260,9 +260,6 @@ def timeout_failure(
         tensor([[ 0., -1.]])
     """
     return torch.where(elapsed > limit, failure - rewards, torch.zeros_like(rewards))
-
-
-REFERENCE_SCHEDULES = ("never", "every", "epoch", "ema")
 
 
 def ema(

@@ -8,11 +8,13 @@ from checks import assert_close, assert_invariant, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import batches
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from windage.estimators import admission, penalty
 from windage.estimators.admission import overlong, staleness_cap
 from windage.estimators.advantage import batch_std, group_mean, leave_one_out
 from windage.estimators.aggregation import prompt_mean, token_mean, token_sum
-from windage.estimators.batch import Batch
+from windage.estimators.batch import TOKEN_FIELDS, Batch
 from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.centering import top_k
 from windage.estimators.correction import Correction, clip, none, ratio, token, truncate
@@ -26,6 +28,14 @@ from windage.estimators.estimator import (
 from windage.estimators.member import use
 from windage.estimators.penalty import entropy, loss_k3, loss_k3_weighted, reward_k1
 
+STAGE = {
+    stage: tuple(
+        use(member)
+        for member in vars(stage).values()
+        if hasattr(member, "traits") and member.__module__ == stage.__name__
+    )
+    for stage in (admission, penalty)
+}
 NAN, INF = float("nan"), float("inf")
 PENALIZED = replace(
     get("dapo", length=4, margin=2),
@@ -222,6 +232,45 @@ def test_leading_axes_are_replicates(estimator):
                 **{n: v[i, j] for n, v in vars(batch).items() if isinstance(v, torch.Tensor)},
             )
             assert_close(whole.own[i, j], estimator(one).own)
+
+
+def test_nothing_is_made_on_another_device_or_in_a_wider_type():
+    """On torch's `meta` device a tensor from elsewhere is an error.
+
+    Float64 may be one number a response: aggregations and lags, made of integers, know no type.
+    """
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, inputs=(), options=None):
+            found = operation(*inputs, **(options or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+                assert found.numel() <= 6, operation
+            return found
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(2, 3, *shape, dtype=dtype, device="meta")
+
+    batch = Batch(
+        rewards=empty(),
+        outcomes=empty(),
+        elapsed=empty(),
+        present=empty(dtype=torch.bool),
+        truncated=empty(dtype=torch.bool),
+        requested=torch.empty(2, dtype=torch.long, device="meta"),
+        mask=empty(4, dtype=torch.bool),
+        versions=empty(4, dtype=torch.long),
+        current_version=2,
+        head_logp=empty(4, 5),
+        head_behavior_logp=empty(4, 5),
+        **{name: empty(4) for name in TOKEN_FIELDS if name != "versions"},
+    )
+    full = replace(PENALIZED, name="full", admission=STAGE[admission], penalties=STAGE[penalty])
+    for estimator in (*ALL, get("dapo"), full, full.change(length=None)):
+        with Watch():
+            found = coefficients(estimator, batch)
+        for value in (found.own, found.weights, found.terms.advantages, found.head):
+            assert value is None or (value.device.type, value.dtype) == ("meta", torch.float32)
+        assert {n.device.type for n in (batch.missing, *found.terms.counts.values())} == {"meta"}
 
 
 # The formula
