@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 
 from windage.cli.common import Parser, common
@@ -25,14 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 done; 1 a claim or check failed; 2 bad input, after one line on standard error;
-        130 interrupted; 141 the reader of standard output went away.
+        0 done; 1 a claim or check failed; 2 bad input, or a file or standard output that cannot be
+        used, after one line on standard error; 130 interrupted; 141 the reader of standard output
+        went away.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"windage {words[0]}" if words and words[0] in VERBS else "windage"
     try:
         status = dispatch(words)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return status
     except BadInput as problem:
         print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
@@ -40,8 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard()
         return 141
+    except OSError as problem:
+        print(f"{name}: {problem}", file=sys.stderr)
+        discard()
+        return 2
+
+
+def discard() -> None:
+    """Send what standard output still holds nowhere, so that the interpreter's end stays silent."""
+    with suppress(OSError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def dispatch(words: Sequence[str]) -> int:

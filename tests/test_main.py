@@ -129,6 +129,18 @@ def test_a_reader_that_left_is_no_error():
     assert (answer.returncode, answer.stderr) == (141, "")
 
 
+def test_a_full_disk_and_a_name_too_long_are_one_line(capsys, verb):
+    program = "import sys; from windage.cli.main import main; sys.exit(main(['--version']))"
+    with open("/dev/full", "w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1)
+    assert "No space left" in answer.stderr
+    verb(lambda arguments: os.stat("x" * 5000))
+    assert "File name too long" in refusal(capsys, "probe")
+
+
 @pytest.mark.parametrize(
     ("name", "nearest"), [("GRPO", "grpo"), ("rlo", "rloo"), ("dr-grpo", "dr_grpo"), ("", "rloo")]
 )
