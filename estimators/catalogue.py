@@ -31,7 +31,7 @@ from windage.estimators.correction import (
 )
 from windage.estimators.errors import unknown
 from windage.estimators.estimator import Estimator
-from windage.estimators.member import Member, use
+from windage.estimators.member import use
 from windage.estimators.penalty import loss_k3, overlong_shaping
 
 TOPR_PAPER = "Le Roux et al., 2025, arXiv:2503.14286"
@@ -230,8 +230,3 @@ def get(name: str, **settings: Any) -> Estimator:
     if name not in CATALOGUE:
         raise unknown("estimator", name, CATALOGUE)
     return CATALOGUE[name].change(**settings) if settings else CATALOGUE[name]
-
-
-def members() -> tuple[Member, ...]:
-    """Every distinct member that the catalogue uses."""
-    return tuple(dict.fromkeys(m for entry in ENTRIES for _, m in entry.members))

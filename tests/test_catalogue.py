@@ -9,7 +9,7 @@ import torch
 from checks import refused
 
 from windage.estimators.batch import Batch
-from windage.estimators.catalogue import CATALOGUE, ENTRIES, get, members
+from windage.estimators.catalogue import CATALOGUE, ENTRIES, get
 from windage.estimators.claims import PROPERTIES
 from windage.estimators.index import SETTINGS
 
@@ -112,11 +112,6 @@ def test_only_the_clip_of_ppo_and_gspo_needs_the_advantage():
 def test_an_unknown_name_gives_the_nearest():
     with refused("'grop'", "grpo"):
         get("grop")
-
-
-def test_members_are_distinct():
-    found = members()
-    assert len(found) == len(set(found)) > 15
 
 
 def test_every_entry_takes_a_whole_batch():

@@ -34,7 +34,6 @@ from windage.analysis.audit.words import SIGNATURES
 from windage.estimators.errors import BadInput, unknown
 
 PLAIN = ("logp", "behavior_logp", "advantages", "mask")
-VERL = ("old_log_prob", "log_prob", "advantages", "response_mask")
 TRL = ("per_token_logps", "old_per_token_logps", "completion_mask", "inputs")
 TINKER = ("data", "logprobs")
 
