@@ -1,7 +1,7 @@
-"""One look for every figure: colours, markers, labels, and the same bytes for the same numbers.
+"""One look for every figure: colors, markers, labels, and the same bytes for the same numbers.
 
-Families of estimators have a colour that colour-blind readers can tell apart and a marker that
-survives a grey print.  matplotlib is imported where a figure is drawn.
+Families of estimators have a color that color-blind readers can tell apart and a marker that
+survives a gray print.  matplotlib is imported where a figure is drawn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, final
 
 from windage.estimators.catalogue import CATALOGUE
 
-INK, GREY, PALE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
+INK, GRAY, PALE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
 FAMILIES: dict[str, tuple[str, str]] = {
     "no correction": (INK, "o"),
     "token ratio": ("#0072b2", "s"),
@@ -21,7 +21,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "clip": ("#e69f00", "v"),
     "taper": ("#cc79a7", "P"),
     "score centering": ("#009e73", "^"),
-    "other": (GREY, "X"),
+    "other": (GRAY, "X"),
 }
 _REACHES = {"token": "token ratio"} | dict.fromkeys(
     ("prefix", "suffix", "trajectory", "geometric"), "sequence ratio"
@@ -30,15 +30,15 @@ STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "text.color": INK,
-    "axes.edgecolor": GREY,
+    "axes.edgecolor": GRAY,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.8,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": 9.5,
     "axes.titlelocation": "left",
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+    "xtick.color": GRAY,
+    "ytick.color": GRAY,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "xtick.labelsize": 8,
@@ -164,7 +164,7 @@ def label_points(
 
     Args:
         axes: with limits already set and the layout done.
-        points: x, y, text, colour.
+        points: x, y, text, color.
         obstacles: x, y of every point drawn.
     """
     from matplotlib.transforms import Bbox
@@ -176,7 +176,7 @@ def label_points(
     dots = axes.transData.transform([(x, y) for x, y in obstacles])
     taken = [Bbox.from_bounds(x - 3 * unit, y - 3 * unit, 6 * unit, 6 * unit) for x, y in dots]
     offsets = [(s * r, v * r) for r in (7, 12, 18, 25) for v in (0.4, -0.4, 1, -1) for s in (1, -1)]
-    for x, y, text, colour in points:
+    for x, y, text, color in points:
         for dx, dy in offsets:
             note = axes.annotate(
                 text,
@@ -186,7 +186,7 @@ def label_points(
                 ha="left" if dx > 0 else "right",
                 va="center",
                 fontsize=7.5,
-                color=colour,
+                color=color,
                 arrowprops={"arrowstyle": "-", "color": PALE, "lw": 0.7, "shrinkA": 0, "shrinkB": 3}
                 if abs(dx) > 9
                 else None,
@@ -261,19 +261,19 @@ def name_lines(
 def lines(
     axes: Any, xs: Sequence[float], series: Mapping[str, Sequence[float | None]], **settings: Any
 ) -> None:
-    """One line an estimator in its family's colour and marker, apart by dashes inside a family.
+    """One line an estimator in its family's color and marker, apart by dashes inside a family.
 
     None leaves a gap.
     """
     seen: dict[str, int] = {}
     for name, values in series.items():
         kind = family(name)
-        colour, marker = FAMILIES[kind]
+        color, marker = FAMILIES[kind]
         dash = DASHES[seen.setdefault(kind, 0) % len(DASHES)]
         seen[kind] += 1
         ys = [float("nan") if v is None else v for v in values]
         axes.plot(
-            xs, ys, color=colour, marker=marker, ms=4, lw=1.4, ls=dash, clip_on=False, **settings
+            xs, ys, color=color, marker=marker, ms=4, lw=1.4, ls=dash, clip_on=False, **settings
         )
 
 
@@ -323,7 +323,7 @@ def aside(axes: Any, said: Mapping[str, Sequence[str]], most: int = 3) -> None:
         lines += [f"{why}: {', '.join(names[:most])}{rest}"] if names else []
     axes.text(
         0.98, 0.985, "\n".join(lines), transform=axes.transAxes, ha="right", va="top",
-        fontsize=6.8, color=GREY, linespacing=1.35, zorder=0.5,
+        fontsize=6.8, color=GRAY, linespacing=1.35, zorder=0.5,
         bbox={"fc": "white", "ec": "none", "pad": 1},
     )  # fmt: skip
 
@@ -366,20 +366,20 @@ def bias_against_noise(
             continue
         before = (radius / limit) ** 0.5
         axes.text(
-            radius, 0.008 * limit, f"{100 * share:.0f} %", color=GREY, fontsize=6.8, ha="center",
+            radius, 0.008 * limit, f"{100 * share:.0f} %", color=GRAY, fontsize=6.8, ha="center",
             va="center", bbox={"fc": "white", "ec": "none", "pad": 0.6},
         )  # fmt: skip
     axes.annotate(
-        "better", (0.012, 0.012), (0.09, 0.09), xycoords="axes fraction", fontsize=7, color=GREY,
-        arrowprops={"arrowstyle": "->", "color": GREY, "lw": 0.7}, ha="center", va="center",
+        "better", (0.012, 0.012), (0.09, 0.09), xycoords="axes fraction", fontsize=7, color=GRAY,
+        arrowprops={"arrowstyle": "->", "color": GRAY, "lw": 0.7}, ha="center", va="center",
     )  # fmt: skip
     shown = [p for p in points if p[0] <= limit and p[1] <= limit]
     best = frontier([(round(b, 12), round(n, 12)) for b, n, _ in shown])
-    axes.plot(*zip(*best, strict=True), color=GREY, lw=1.1, ls=(0, (4, 2)), zorder=1)
+    axes.plot(*zip(*best, strict=True), color=GRAY, lw=1.1, ls=(0, (4, 2)), zorder=1)
     together: dict[tuple[float, float], list[str]] = {}
     for bias, noise, name in shown:
-        colour, marker = FAMILIES[family(name)]
-        axes.plot(bias, noise, marker, color=colour, ms=6, mec="white", mew=0.6, clip_on=False)
+        color, marker = FAMILIES[family(name)]
+        axes.plot(bias, noise, marker, color=color, ms=6, mec="white", mew=0.6, clip_on=False)
         together.setdefault((round(bias, 3), round(noise, 3)), []).append(name)
     close = {(round(b, 3), round(n, 3)) for b, n in best}
     wanted = {at: names for at, names in together.items() if at in close or set(names) & set(named)}
@@ -387,6 +387,6 @@ def bias_against_noise(
     for (x, y), names in wanted.items():
         lead = next((n for n in named if n in names), names[0])
         others = len(names) - 1
-        colour = FAMILIES[family(lead)][0]
-        labels.append((x, y, lead + (f" +{others}" if others else ""), colour))
+        color = FAMILIES[family(lead)][0]
+        labels.append((x, y, lead + (f" +{others}" if others else ""), color))
     return lambda: label_points(axes, labels, [(b, n) for b, n, _ in shown])

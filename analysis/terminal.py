@@ -43,7 +43,7 @@ class Rendered:
 
     Args:
         title: first line.
-        table: its best cells carry a star, so that they stand out without colour too.
+        table: its best cells carry a star, so that they stand out without color too.
         lines: below the notes of the table.
     """
 

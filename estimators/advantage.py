@@ -290,7 +290,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "*batch T"]:
-    """Generalised advantage estimation over the trainable tokens.
+    """Generalized advantage estimation over the trainable tokens.
 
         delta[t] = r[t] + gamma * V[t+1] - V[t],   A[t] = delta[t] + gamma * lam * A[t+1]
 

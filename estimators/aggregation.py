@@ -2,7 +2,7 @@
 
 Members take `(lengths, present)` and return the coefficient that every trainable token of a
 response gets.  The mask enters by its row sums only, so neither padding nor tool tokens can matter,
-and since denominators are taken over the whole optimiser batch, micro-batches and ranks cannot
+and since denominators are taken over the whole optimizer batch, micro-batches and ranks cannot
 either.
 
 Differences:

@@ -62,7 +62,7 @@ def clip_objective(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Float[Tensor, "*shape"]:
-    """The value of PPO's surrogate, to be maximised.
+    """The value of PPO's surrogate, to be maximized.
 
         min(r A, clamp(r, 1 - clip_low, 1 + clip_high) A),   r = exp(e)
 

@@ -1,13 +1,13 @@
 """An estimator: one member a stage, and the coefficients it gives to a batch.
 
-Two steps, so that a trainer can stay fast.  `batch_terms` computes once over the whole optimiser
+Two steps, so that a trainer can stay fast.  `batch_terms` computes once over the whole optimizer
 batch whatever couples responses (advantages, admission, denominators); `token_coefficients`
 computes weights and head coefficients from the log-probabilities of the forward pass that is about
 to be differentiated, and may be given a slice of the prompts.  Neither carries a gradient.
 
 Differences:
     1. A penalty in the token reward is collected by the return-to-go, undiscounted but for `gae`,
-       and added after any normalisation of the advantage, so its strength does not depend on the
+       and added after any normalization of the advantage, so its strength does not depend on the
        spread of the rewards.
     2. A rejected response contributes nothing, its penalties in the loss included; denominators
        still count it.
@@ -266,7 +266,7 @@ def _call(member: Member, find: Callable[[str], Any]) -> Any:
 
 @torch.no_grad()
 def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
-    """Advantages, denominators and admission of a whole optimiser batch.
+    """Advantages, denominators and admission of a whole optimizer batch.
 
     Args:
         estimator: read for advantage, aggregation, admission and penalties in the reward.
@@ -339,7 +339,7 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
 
     Args:
         estimator: read for corrections, centering and penalties in the loss.
-        terms: of the whole optimiser batch, selected to the same prompts.
+        terms: of the whole optimizer batch, selected to the same prompts.
         batch: whole responses; a micro-batch never splits one.
     """
     weights = _weights(estimator, batch, terms.advantages)

@@ -53,7 +53,7 @@ def ties_lost(right, wrong, votes):
 
 
 FAULTS = {
-    "mean update not normalised": (
+    "mean update not normalized": (
         [(learning, "pull_back", lambda visits, probability: visits)],
         ("T-01", "T-04", "T-25"),
     ),

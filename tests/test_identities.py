@@ -96,7 +96,7 @@ PARTLY_ABSENT = {
     "P-31": "SAPO, DPPO and GMPO are not in the catalogue",
     "P-32": "GSPO-token is not in the catalogue",
     "P-34": "SAPO and VESPO are not in the catalogue",
-    "P-38": "self-normalised weights are not in the catalogue; the effective sample size is",
+    "P-38": "self-normalized weights are not in the catalogue; the effective sample size is",
     "P-39": "DPPO and OPSM are not in the catalogue; PPO's clip is such a mask",
     "P-43": "CPPO, Delta-L and GEPO are not in the catalogue; the batch's std is",
     "P-44": "k2 of a whole response and the straight-through forms are not in the catalogue",

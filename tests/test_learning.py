@@ -52,7 +52,7 @@ def test_the_mean_update_is_that_of_the_exact_engine(entry, bandit):
     )
 
 
-def test_a_lost_normalisation_is_seen(bandit, monkeypatch):
+def test_a_lost_normalization_is_seen(bandit, monkeypatch):
     monkeypatch.setattr(learning, "pull_back", lambda visits, probability: visits)
     update = expected_update(get("topr"), bandit.behavior_logp[0, 0], bandit.rewards[0])
     exact = by_response(get("topr"), bandit, 1).mean[0, 0]

@@ -271,8 +271,8 @@ def test_every_entry_has_a_family_and_none_looks_like_another():
     }
     assert {name: family(name) for name in known} == known
     assert family("nobody") == "other" and family("token_tis:cap=4") == "token ratio"
-    colours, markers = zip(*plots.FAMILIES.values(), strict=True)
-    assert len(set(colours)) == len(set(markers)) == len(plots.FAMILIES)
+    colors, markers = zip(*plots.FAMILIES.values(), strict=True)
+    assert len(set(colors)) == len(set(markers)) == len(plots.FAMILIES)
 
 
 points = st.tuples(st.integers(0, 5).map(float), st.integers(0, 5).map(float))

@@ -103,7 +103,7 @@ def temperature(problem: Site, *, t: float = 1.0) -> LogProbabilities:
 
 
 def top_k(problem: Site, *, k: int = 1) -> LogProbabilities:
-    """The k likeliest tokens, renormalised; ties go to the lower id.
+    """The k likeliest tokens, renormalized; ties go to the lower id.
 
     Args:
         k: tokens kept at each prefix; the vocabulary or more changes nothing.
@@ -118,7 +118,7 @@ def top_k(problem: Site, *, k: int = 1) -> LogProbabilities:
 
 
 def top_p(problem: Site, *, p: float = 1.0) -> LogProbabilities:
-    """The likeliest tokens up to and including the one that reaches mass p, renormalised.
+    """The likeliest tokens up to and including the one that reaches mass p, renormalized.
 
     Ties go to the lower id; p = 1 changes nothing.
 

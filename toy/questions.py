@@ -104,7 +104,7 @@ def recorded_update(questions: Questions, answers: Answers, estimator: Estimator
 
 
 def preference_update(questions: Questions, answers: Answers, *, beta: float = 0.1) -> Update:
-    """Update of direct preference optimisation on recorded answers, for comparison.
+    """Update of direct preference optimization on recorded answers, for comparison.
 
         loss = -mean over pairs of log sigmoid(beta (x[right] - x[wrong])),   x = log pi - log mu
 

@@ -130,7 +130,7 @@ def sum_over_responses(
 
 
 def whitened(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Given advantages are normalised once more."""
+    """Given advantages are normalized once more."""
     spread = (advantages - advantages.mean()).square().mean().sqrt()
     again = (advantages - advantages.mean()) / (spread + 1e-8)
     return _by_response(again.unsqueeze(-1) * logp, mask)
@@ -142,7 +142,7 @@ def token_bonus(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: T
 
 
 def sign_of_loss(logp: Tensor, behavior_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """The objective is minimised."""
+    """The objective is minimized."""
     return -_by_response(advantages.unsqueeze(-1) * logp, mask)
 
 

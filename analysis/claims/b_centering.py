@@ -347,7 +347,7 @@ def _residual(problem: Problem, ids: Tensor, map_: Member) -> float:
     return relative(_subtracted(problem, ids, map_) - whole, whole)
 
 
-def _modelled(problem: Problem, ids: Tensor) -> Problem:
+def _modeled(problem: Problem, ids: Tensor) -> Problem:
     """The sampler that top-k assumes: its own head, the trainer's tail rescaled."""
     p, q = problem.logp, problem.behavior_logp
     tail = torch.ones_like(q, dtype=torch.bool)
@@ -378,7 +378,7 @@ def b_39() -> Outcome:
     short = [_residual(tilted, _likeliest(tilted, k), capped) for k in few]
     almost = _residual(problem, _likeliest(problem, 1023), plain)
     top = _likeliest(tilted, 32)
-    same = max(_residual(_modelled(tilted, top), top, m) for m in (plain, capped))
+    same = max(_residual(_modeled(tilted, top), top, m) for m in (plain, capped))
     bytes_a_token = 128 * (torch.int32.itemsize + torch.float32.itemsize)
     return Outcome(
         figures=[

@@ -285,7 +285,7 @@ def _judged(problem: Problem, by: tuple[float, ...]) -> float:
 @claim(
     "G-05",
     section=SECTION,
-    statement="Far from the base a learned reward is over-optimised, so β has to be tuned; a "
+    statement="Far from the base a learned reward is over-optimized, so β has to be tuned; a "
     "reward by rules bears more rounds.",
     problem="REF with true rewards (0.1, 0.4, 0.6, 0.2) and proxy (0, 0.4, 0.7, 1).",
     formula="π ∝ ref exp(proxy/β); proxy and true reward under π",

@@ -166,7 +166,7 @@ def baseline_for(p: Tensor, share: Tensor) -> Tensor:
 def composed(seed: int) -> dict[int, Tensor]:
     """Test mass on right answers after the passes of `LONG` with topr, `[shares S]`.
 
-    A row a share of `SHARES`, set by the baseline; the step is normalised to constant weight, that
+    A row a share of `SHARES`, set by the baseline; the step is normalized to constant weight, that
     is, advantages are divided by 1 + (1 - 2p) c.
     """
     found = study(0.02, seed)

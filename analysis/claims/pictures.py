@@ -12,7 +12,7 @@ from typing import Any, final
 
 from windage.analysis.plots import DASHES, Figure, Later, draw
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#e69f00")
 MARKERS = ("o", "s", "^", "D")
 NUMBER = r"([-−]?\d[\d.,_]*(?:e-?\d+)?)"
 
@@ -104,7 +104,7 @@ def picture(row: Mapping[str, Any]) -> Figure | None:
         for i, (label, curve) in enumerate(curves.items()):
             axes.plot(
                 *zip(*curve, strict=True),
-                color=COLOURS[i],
+                color=COLORS[i],
                 marker=MARKERS[i],
                 ls=DASHES[i],
                 ms=5,

@@ -308,7 +308,7 @@ def _alone(estimator: Estimator, baseline: float) -> Tensor:
     )
 
 
-def _normalised(baseline: float) -> float:
+def _normalized(baseline: float) -> float:
     """Entropy after 300 topr steps from mu, divided by the total weight of the baseline."""
     p = float(SIX.mass[GOOD].sum())
     step = 1 / (1 + (1 - 2 * p) * baseline)
@@ -352,7 +352,7 @@ def t_29(*, seed: int) -> Outcome:
     held, sharp = _alone(TIS, -0.5), _alone(TIS, 0.5)
     loose = _alone(UNBOUNDED, 0.5)
     c = (-0.9, 0.0, 0.9)
-    trained = [_normalised(b) for b in c]
+    trained = [_normalized(b) for b in c]
     online = {b: _on_policy(b, seed) for b in (-1.0, 1.0)}
     near = float(kl(SIX.mass, held.exp()))
     return Outcome(
@@ -401,7 +401,7 @@ def _spread(estimator: Estimator, completions: Tensor) -> tuple[float, float]:
     kind="simulated",
     problem="DECK, completions equal, ∝ p and ∝ 1/p, 50 steps of .1; PROBE(.02), the p̃ of T-18, "
     "1,000 passes.",
-    formula="W_q = 1 + (1 − 2p_q) c, normalised",
+    formula="W_q = 1 + (1 − 2p_q) c, normalized",
 )
 def t_30(*, seed: int) -> Outcome:
     p = deck().logp[:, 0, 0].exp()

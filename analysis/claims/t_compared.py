@@ -212,7 +212,7 @@ def t_17(*, seed: int) -> Outcome:
     "lies within the noise and the best place moves with the length of training; a toy cannot "
     "confirm the place of the optimum for a language model",
     kind="simulated",
-    problem="PROBE(.02), topr with p̃ = .02 .05 .1 .2 .3 .5 .7 1, step normalised to constant "
+    problem="PROBE(.02), topr with p̃ = .02 .05 .1 .2 .3 .5 .7 1, step normalized to constant "
     "weight, 200, 1,000 and 4,000 passes.",
     formula="c = (p − p̃)/(p + p̃ − 2pp̃); advantages (R − c)/(1 + (1 − 2p) c)",
 )
@@ -250,7 +250,7 @@ def t_18(*, seed: int) -> Outcome:
 
 
 def _mixed(p: float, baseline: float, *, own: bool) -> Tensor:
-    """Normalised topr update on SIX's classes mixed with p positives, at z6.
+    """Normalized topr update on SIX's classes mixed with p positives, at z6.
 
     Args:
         p: share of positives in the data; inside a class trajectories keep their proportions.

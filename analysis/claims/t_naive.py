@@ -290,10 +290,10 @@ def _silent(estimator: Estimator, success: float) -> float:
     "yield hardly a positive, and the policy stays close to its data.",
     verdict="holds only if",
     condition="parameters are shared or data are finite; in a full table both objectives have the "
-    "same maximiser",
+    "same maximizer",
     kind="simulated",
     problem="PAIR(.05 .1 .5); PROBE(.02), 1,000 passes; SIX.",
-    formula="share of C = 0; (1 − p)^16; maximisers of Σ μ R ρ",
+    formula="share of C = 0; (1 − p)^16; maximizers of Σ μ R ρ",
 )
 def t_05(*, seed: int) -> Outcome:
     chances = (0.05, 0.1, 0.5)

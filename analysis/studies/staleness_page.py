@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from windage.analysis import plots
-from windage.analysis.plots import FAMILIES, GREY, Figure, Later, family
+from windage.analysis.plots import FAMILIES, GRAY, Figure, Later, family
 from windage.analysis.report import Page, Section
 from windage.analysis.studies.reading import UNCORRECTED, Study, crossing
 from windage.analysis.tables import Column, Table, reasons, text
@@ -43,10 +43,10 @@ def how(document: Document) -> str:
     )
 
 
-def _tint(colour: str, share: float) -> tuple[float, ...]:
+def _tint(color: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple(1 - share * (1 - c) for c in to_rgb(colour))
+    return tuple(1 - share * (1 - c) for c in to_rgb(color))
 
 
 def paint_map(axes: Any, study: Study, responses: int, *, names: bool) -> None:
@@ -66,14 +66,14 @@ def paint_map(axes: Any, study: Study, responses: int, *, names: bool) -> None:
             made, plain = (
                 study.progress(n, length, lag, responses) or 0.0 for n in (name, UNCORRECTED)
             )
-            colour, marker = FAMILIES[family(name)]
-            fill = _tint(colour, 0.08 if name == UNCORRECTED else 0.38)
+            color, marker = FAMILIES[family(name)]
+            fill = _tint(color, 0.08 if name == UNCORRECTED else 0.38)
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fc=fill, ec="white", lw=1.5))
             if names:
                 words = "no correction" if name == UNCORRECTED else name
                 axes.text(x, y + 0.27, words, ha="center", va="center", fontsize=7.5)
             else:
-                axes.plot(x - 0.3, y + 0.1, marker, color=colour, ms=4)
+                axes.plot(x - 0.3, y + 0.1, marker, color=color, ms=4)
             at = x if names else x + 0.1
             axes.text(at, y, f"{100 * made:.0f}", ha="center", va="center", fontsize=9.5)
             if name != UNCORRECTED:
@@ -245,10 +245,10 @@ def batch_figure(document: Document) -> Figure:
             here = study.at(length, MIDDLE)
             meet = crossing(here["trajectory_is"], here["token_is"])
             if meet is not None and sizes[0] < meet * study.batch < sizes[-1]:
-                axes.axvline(meet * study.batch, color=GREY, lw=0.8, ls=":")
+                axes.axvline(meet * study.batch, color=GRAY, lw=0.8, ls=":")
                 axes.annotate(
                     f"{meet * study.batch:,.0f}", (meet * study.batch, 2), (3, 0),
-                    textcoords="offset points", fontsize=7, color=GREY,
+                    textcoords="offset points", fontsize=7, color=GRAY,
                 )  # fmt: skip
         axes_of[0].set_ylabel("progress (% of the exact gradient's)")
         return later
@@ -360,7 +360,7 @@ def limits(document: Document) -> list[str]:
         "left can point back to the sampler: that is what 0 % of the clipped entries means. The "
         "noise of real updates makes it milder; a clip against a proximal policy is not in here.",
         "Every prefix has logits of its own and nothing is shared between prefixes: noise per "
-        "response is higher than in a network that generalises. Lengths are short so that every "
+        "response is higher than in a network that generalizes. Lengths are short so that every "
         "response can be listed; read the effective sample size, not the number of tokens, across "
         "to a run of yours.",
         "Progress lets each estimator have its best step size. dapo's refilled groups are not "
