@@ -21,7 +21,8 @@ COLUMNS = (
     Column(key="ok", label="", keep=1),
 )
 SUMMARY = (
-    Column(key="id", label="claim", keep=5),
+    Column(key="id", label="claim", keep=6),
+    Column(key="section", label="section", keep=5),
     Column(key="verdict", label="verdict", keep=4),
     Column(key="figures", label="figures", keep=1),
     Column(key="ok", label="as expected", keep=3),
@@ -117,18 +118,34 @@ def summary_line(document: Fields) -> str:
     return f"{claims} in {document['seconds']:.1f} s: {counted}. Not as expected: {failed}."
 
 
-def summary(document: Fields) -> Rendered:
+def _glance(rows: Iterable[Fields]) -> Table:
     """One line a claim."""
-    rows = [
-        {**row, "figures": len(row["figures"]), "ok": as_expected(row)} for row in document["rows"]
+    shown = [
+        {
+            **row,
+            "figures": len(row["figures"]),
+            "ok": "yes" if as_expected(row) else "NO",
+            "seconds": f"{row['seconds']:.2f}",
+        }
+        for row in rows
     ]
-    table = Table(columns=SUMMARY, rows=rows)
+    return Table(columns=SUMMARY, rows=shown)
+
+
+def summary(document: Fields) -> Rendered:
+    """Every claim in one table."""
+    table = _glance(document["rows"])
     return Rendered(title="windage claims", table=table, lines=(summary_line(document),))
 
 
 def page(document: Fields) -> Page:
     """Every claim with problem, formula, figures, and a picture where it says more."""
-    sections = [_section(row) for row in document["rows"]]
+    sections = []
+    for source in document["sources"]:
+        rows = [row for row in document["rows"] if row["source"] == source]
+        if rows:
+            sections.append(Section(title=f"Document {source}", table=_glance(rows)))
+            sections += [_section(row) for row in rows]
     if document["reported"]:
         prose = [_reported(s) for s in document["reported"]]
         sections.append(Section(title="Reported, not executed", prose=prose))
@@ -150,7 +167,8 @@ def _section(row: Fields) -> Section:
     claim = registry()[row["id"]]
     prose = [row["statement"], f"Verdict: {verdict(row)}."]
     prose += [f"Note: {claim.note}"] if claim.note else []
-    prose += [f"On: {claim.problem}", f"{row['source']}, {row['section']}, {row['kind']}."]
+    prose += [f"On: {claim.problem}"]
+    prose += [f"{row['section']}; {row['kind']}, {row['seconds']:.2f} s."]
     cells = figure_cells(row)
     strong = frozenset((i, "ok") for i, c in enumerate(cells) if c["ok"] != "ok")
     return Section(
