@@ -87,7 +87,7 @@ def test_stale_steps_back_down_the_gradient() -> None:
     logits = problem.logits
     for _ in range(2):
         now = replace(problem, logits=logits)
-        logits = logits - 0.5 * objective(now).gradient * problem.prompts
+        logits = logits - 0.5 * objective(now).gradient
     found = with_behavior(problem, "stale", steps=2, rate=0.5).behavior_logp
     assert_close(found, normalize(logits))
 
@@ -120,13 +120,14 @@ def test_stale_moves_in_proportion_to_steps_times_rate() -> None:
 
 
 def test_prompts_are_steps_of_their_own() -> None:
-    """Each prompt is as far behind as it would be alone."""
+    """Each prompt is as far behind as alone, at its share of the mean over prompts."""
     problem = typical(3, 2)
     for kind in KINDS:
         if kind == "noise":
             continue
         whole = with_behavior(problem, kind, **OTHERS[kind]).behavior_logp
-        alone = with_behavior(problem.select(1), kind, **OTHERS[kind]).behavior_logp
+        own = {k: v / problem.prompts if k == "rate" else v for k, v in OTHERS[kind].items()}
+        alone = with_behavior(problem.select(1), kind, **own).behavior_logp
         assert_close(whole[1:2].exp(), alone.exp())
 
 

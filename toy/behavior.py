@@ -36,7 +36,7 @@ def _backward_steps(problem: Site, steps: int, rate: float) -> list[Tensor]:
     history = [problem.logits]
     for _ in range(steps):
         now = replace(problem, logits=history[-1])
-        history.append(history[-1] - rate * objective(now).gradient * problem.prompts)
+        history.append(history[-1] - rate * objective(now).gradient)
     return history
 
 
@@ -50,7 +50,7 @@ def stale(problem: Site, *, steps: int = 1, rate: float = 1.0) -> LogProbabiliti
 
     Args:
         steps: updates of lag.
-        rate: step size on the gradient of each prompt's own expected reward.
+        rate: step size on the gradient of the objective, a mean over prompts.
 
     Raises:
         BadInput: a negative number of steps.
