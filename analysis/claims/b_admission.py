@@ -71,8 +71,8 @@ def differing_stages(a: Estimator, b: Estimator) -> int:
     statement="Groups of equal rewards teach nothing; drawing others in their place costs "
     "generation and pays where learning is what takes the time.",
     verdict="holds only if",
-    condition="judged per time at a batch large against the noise scale: per accepted group, "
-    "refilling never costs more (g/Z + l ≤ (g + l)/Z)",
+    condition="judged by time, with batches large against the noise scale; by accepted groups "
+    "refilling is never dearer (g/Z + l ≤ (g + l)/Z)",
     problem="PAIR, G = 8; p = .05, 64 groups a batch; generation g and learning l a group.",
     formula="P(all equal) = p^G + (1 − p)^G; progress n/(n + N₀) a step of n useful groups",
 )
@@ -186,9 +186,10 @@ def only_accepted(batch: Batch, index: Tensor) -> Batch:
     section=SECTION,
     statement="With a count of tokens below the line, or another term in the loss, that need not "
     "be so any more.",
-    note="The third case is one more breach: prompts must be drawn independently or the "
-    "denominator kept. The KL factors take the KL of the whole distribution at each admitted "
-    "prompt; a penalty on the admitted responses themselves gives the second pair.",
+    note="Each prompt exactly once, averaged over those admitted, breaks it as well: "
+    "draw prompts independently, or keep the denominator. The KL factors take the KL of the "
+    "whole distribution at each admitted prompt; a penalty on the admitted responses themselves "
+    "gives the second pair.",
     problem="PAIR(.05 .5), G = 8. Token mean over 4 groups of lengths 1,000 (hard) and 100; "
     "KL(π‖ref) with β = .5, ref (.025 .35), on admitted groups; every prompt exactly once a batch, "
     "mean over the admitted.",

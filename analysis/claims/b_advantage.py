@@ -209,8 +209,8 @@ def with_critic(problem: Problem, values: Tensor, lam: float) -> Moments:
     statement="A critic that sees the prefix only cannot bias the return's gradient, however "
     "wrong; a poor one reduces noise less than a group or adds to it, a good one keeps up with "
     "a group.",
-    note="On TREE the exact prefix value is slightly noisier than the constant J: exact values are "
-    "not the variance optimum.",
+    note="Exact values do not minimize variance: on TREE they are a little noisier than the "
+    "constant J.",
     problem="TREE sampled from its own policy, one response; seven critics.",
     formula="A_t = R − V(prefix)",
 )
@@ -261,8 +261,8 @@ def _last_score(problem: Problem) -> Tensor:
     statement="Replacing part of the return by what a critic predicts biases the update unless the "
     "critic is right; λ says how much is replaced.",
     verdict="holds only if",
-    condition="the critic's error varies between prefixes or lengths vary: a constant error at "
-    "fixed length is harmless",
+    condition="prefixes have different errors, or lengths differ: where all lengths are one, the "
+    "same error everywhere does no harm",
     problem="TREE and FIX3 sampled from their own policies, one response; critics exact, "
     "exact + 0.3 cos(1 + 3n), exact + 0.3.",
     formula="GAE, γ = 1: A_t = Σ λ^k δ_{t+k}",

@@ -69,8 +69,8 @@ def _mean_scores(problem: Problem) -> Tensor:
     section=SECTION,
     statement="When sampler and trainer differ, the trainer's score does not average to zero under "
     "the sampler, so even equal rewards move the policy.",
-    note="With a group baseline equal rewards give no advantage at all; the drift then rides on "
-    "rewards that differ elsewhere (B-38).",
+    note="A group baseline leaves equal rewards without an advantage; what drifts then is carried "
+    "by rewards that differ elsewhere (B-38).",
     problem="TREE, stale and sampled from itself, advantage 1.",
     formula="‖Σ_v μ_v s_v‖ at each prefix; drift = ‖E ĝ‖ with advantage 1",
 )
@@ -125,8 +125,8 @@ def _frozen(problem: Problem, advantage: float) -> tuple[float, float]:
     section=SECTION,
     statement="The drift draws the trainer towards the distribution of the sampler.",
     verdict="holds only if",
-    condition="the mean advantage at the prefix is positive: with a negative mean it pushes away, "
-    "without limit",
+    condition="advantages at the prefix average above zero; where they average below, it repels, "
+    "and without limit",
     problem="PLACEBO, frozen sampler, advantage 1 or −1 for every arm.",
     formula="dKL(q‖p)/dη = −A ‖q − p‖²",
 )
@@ -361,7 +361,7 @@ def _modeled(problem: Problem, ids: Tensor) -> Problem:
     section=SECTION,
     statement="The sampler's likeliest k tokens and the trainer's tail, rescaled, are enough; the "
     "sum then runs over k tokens.",
-    note="Very small heads, and capped weights with small heads, remove nothing.",
+    note="Nothing is removed by a tiny head, nor by a small one once weights are capped.",
     problem="ZIPF(.4) unweighted, ZIPF(1.2) capped at 2.",
     formula="Σ_head (μ_v w_v − α π_v) s_v, α = ρ w(1/ρ), ρ = (1 − Q)/(1 − P)",
 )
@@ -454,8 +454,8 @@ def _bonus_path(shift: float, make: Callable[[float], Estimator], *, based: bool
     section=SECTION,
     statement="With a noisy sampler, centering learns where capped ratios do not.",
     verdict="holds only if",
-    condition="rewards are not centered; with a prompt baseline the gain is early and passing on "
-    "this problem",
+    condition="no baseline centers the rewards; where one does, the gain here comes early and does "
+    "not last",
     problem="BONUS(1) without a baseline; BONUS(.5) with the batch mean as baseline.",
     formula="π(arm 0 | good) after 100 and 1,000 exact expected steps",
 )

@@ -365,8 +365,8 @@ def _longest_seen(entry: Estimator, start: int) -> int:
     statement="Averaged over a long response, a few tokens that disagree badly disappear in the "
     "geometric mean.",
     verdict="holds only if",
-    condition="the allowed range is wide against mδ/T: with the published narrow range the stretch "
-    "still triggers the clip for lengths in use",
+    condition="mδ/T is small against the range allowed: at the published, narrow one the stretch "
+    "is still clipped at usual lengths",
     problem="m = 5 tokens of log-ratio δ = 2 in a response of T tokens.",
     formula="weight = exp(mδ/T); the clip sees it while mδ/T > ln(1 + clip_high)",
 )

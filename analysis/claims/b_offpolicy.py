@@ -377,7 +377,7 @@ def _token_square(horizon: int) -> Tensor:
     section=CORRECTING,
     statement="A ratio for each token has no product to explode, but it corrects only the choice "
     "at the recorded prefix: neither how that was reached nor what came after.",
-    note="With a baseline the token ratio is not less biased than no ratio here.",
+    note="Here, beside a baseline, the token ratio has no less bias than none at all.",
     problem="TREE with R, stale by a fraction e of the usual gap; IID(T).",
     formula="E ĝ = Σ d(h) a(v|h) Q(h, v) s; none (μ, μ, μ), token (μ, π, μ), prefix (π, π, μ), "
     "suffix (μ, π, π), trajectory (π, π, π)",

@@ -148,8 +148,8 @@ def _equal_lengths(update: float, printed: str) -> tuple[list[Figure], float]:
     section=RECIPE,
     statement="Asynchronous running cuts waiting; publishing weights often and bounding what is "
     "started keep the lag in check.",
-    note="a capacity rule bounds the mean lag, never a single response's; that takes a drop rule. "
-    "Where lengths are even and the update short, asynchrony buys 5 %.",
+    note="Bounding what is started bounds the lag on average only; for each single response it "
+    "takes a rule that drops. With even lengths and a short update asynchrony gains 5 %.",
     kind="simulated",
     problem=f"{QUEUE} (slow trainer 1.2); capacity rule: start only while started < (cap + "
     "version + 1)·64.",

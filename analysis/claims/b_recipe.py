@@ -22,7 +22,7 @@ SECTION = "Choosing the whole recipe"
     section=SECTION,
     statement="Group mean, a constant length, a capped weight without gradient, score centering "
     "and a bounded lag make a sound start.",
-    note="For what it removes; on this problem it is not the least biased choice.",
+    note="Sound in what it takes away; other choices have less bias here.",
     problem="TREE, stale, G = 4; starting_point with cap 2.",
     formula="drift, largest weight, bias after rescaling, variance/scale²; identity with dr_grpo "
     "at μ = π",

@@ -93,8 +93,8 @@ def _reference_ratio(problem: Problem, reference: Tensor) -> Tensor:
     statement="The same sum is the whole gradient only for data of the current policy, a reward "
     "that does not contain the parameters, and no KL term.",
     verdict="holds only if",
-    condition="the dependence on the parameters has a mean gradient other than zero; the log-ratio "
-    "itself (k1 in the reward) needs no extra term",
+    condition="what depends on the parameters has a gradient whose mean is not zero; that of the "
+    "log-ratio (k1 in the reward) is, and no term is missing",
     problem="TREE sampled from its own policy; the reward loses 0.5 f(log π/ref) of the response, "
     "ref the stale sampler.",
     formula="E[(R − 0.5 f) Σ s_t] against ∇ E[R − 0.5 f], f = k1, k2, k3",
@@ -213,8 +213,8 @@ def b_05() -> Outcome:
     statement="A response that did better than the reference is made likelier, one that did worse "
     "less likely.",
     verdict="holds only if",
-    condition="one response is taken alone; in a batch a member above the mean can lose "
-    "probability",
+    condition="it stands alone; among the members of a batch even one above the mean may become "
+    "less likely",
     problem="TREE, each response alone, b = E R; three arms p = (.5 .25 .25), a group holding each "
     "once with rewards 1, .6, 0.",
     formula="⟨∇log π(y), ĝ⟩ = (R − b)‖S‖² alone; d log π of each member along the group's update",

@@ -156,8 +156,8 @@ def _lengths_along(estimator: Estimator, problem: Problem, updates: tuple[int, .
     statement="A long failing response is pushed down less per token than a short one, so failures "
     "can grow longer.",
     verdict="holds only if",
-    condition="the policy can tell failing from succeeding responses before it stops; with shared "
-    "stopping behavior the two effects cancel exactly",
+    condition="stopping can depend on whether the response is about to fail; where it cannot, the "
+    "two effects cancel exactly",
     note="The stated lengths belong to the 100th, 500th and 2,000th policy, the start counted "
     "first: 99, 499 and 1,999 updates.",
     problem="LENGTH: half of the responses are correct; separate stop logits for correct and "

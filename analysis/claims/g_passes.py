@@ -107,9 +107,9 @@ def clipped_share(estimator: Estimator, problem: Problem) -> float:
     section=SECTION,
     statement="With one update for each batch of responses the clip never acts.",
     verdict="holds only if",
-    condition="there is exactly one optimizer step a batch and the old log-probabilities come from "
-    "the same weights and arithmetic; lag, several mini-batches or a mismatched sampler "
-    "make it act at once",
+    condition="a batch serves a single optimizer step and old log-probabilities were computed with "
+    "those very weights, in that arithmetic; with lag, mini-batches or another sampler it acts "
+    "from the first step",
     problem="TREE, baseline E R: sampled from its own policy; sampled with logits rounded to 0.5.",
     formula="coefficient r or 0 of PPO's surrogate at r = π/μ, ε = 0.01, 0.2, 10",
 )
@@ -236,8 +236,8 @@ def _drop(better: tuple[float, float], worse: tuple[float, float]) -> float:
     section=SECTION,
     statement="The more offline the updates are, the lower the performance.",
     verdict="holds only if",
-    condition="compared at equal numbers of updates; at equal numbers of responses more passes win "
-    "on this problem, and up to four passes cost nothing",
+    condition="updates are what is held equal; for the same number of responses more passes win "
+    "here, and the first four are free",
     kind="simulated",
     problem="TREE, group mean, G = 32, clip 0.2, step 0.2, 40 copies.",
     formula="J after batches × passes; old: every batch drawn from the first policy",

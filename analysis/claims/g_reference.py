@@ -157,8 +157,8 @@ def _pull(penalty: Any) -> tuple[float, float]:
     section=SECTION,
     statement="A reference refreshed at every step is no reference at all.",
     verdict="holds only if",
-    condition="the reference equals the policy when the loss is taken and one update follows "
-    "each refresh; often is not always, and k1 in the loss still adds noise of mean zero",
+    condition="each refresh is followed by one update, whose loss is taken while the two agree; "
+    "refreshing often is less than that, and k1 in the loss keeps adding noise of mean zero",
     problem="TREE sampled from its own policy, β = 1, 40 exact steps of 0.5; also 10 refreshes "
     "with four passes of `clip` over each batch.",
     formula="largest difference of a logit from the run with β = 0",

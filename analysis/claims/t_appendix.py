@@ -88,8 +88,8 @@ def _policies(count: int, seed: int, spread: float = 1.5) -> Tensor:
 @claim(
     "T-24",
     section=A,
-    statement="Split by the sign of the reward, the naive objective is a sum of divergences from "
-    "the data distribution and a constant.",
+    statement="The naive objective, taken apart by the sign of the reward, is a constant plus "
+    "divergences from the data.",
     note="Our form of the proposition.",
     problem="SIX, 100 random policies, c = 0, −.5, .4.",
     formula="E_μ[(R − c) log π] = −Z₊KL(μ₊‖π) + Z₋KL(μ₋‖π) + c KL(μ‖π) + C, "
@@ -182,8 +182,8 @@ def t_25() -> Outcome:
     statement="Fine-tuning on positives, both limits of negatives zero, makes the difference of "
     "the logits' gradients larger; the product of a⁻ and a negative's reward is positive.",
     verdict="does not hold as stated",
-    condition="the difference is smaller, so fine-tuning learns less (as the document concludes "
-    "elsewhere), and the product is negative; for a single pair among many the order can reverse",
+    condition="fine-tuning's difference is the smaller one, so it learns less (a conclusion the "
+    "document draws elsewhere), and the product is negative; one pair among many may be reversed",
     problem="SIX at z₆; 5,000 policies ln μ + 1.5 N(0, 1); a⁻ = .1.",
     formula="Σ₊ ∂z − Σ₋ ∂z; ∂z_i − ∂z_j over pairs",
 )
@@ -340,8 +340,8 @@ def _on_policy(baseline: float, seed: int) -> Tensor:
 @claim(
     "T-29",
     section=C,
-    statement="A negative baseline keeps the policy near the data, a positive one makes it "
-    "deterministic; on-policy the effect on randomness is the other way round.",
+    statement="Under a negative baseline the policy stays near the data, under a positive one it "
+    "turns deterministic; on-policy, randomness moves in the opposite direction.",
     note="The on-policy effect is small and fades: it lies within the noise after 1,000 steps.",
     kind="simulated",
     problem="SIX: the baseline term alone from z₆ (a time of 20,000); topr from μ, 300 steps; "
@@ -395,9 +395,9 @@ def _spread(estimator: Estimator, completions: Tensor) -> tuple[float, float]:
 @claim(
     "T-30",
     section=D,
-    statement="The objective is a supervised sum over questions of expected rewards; a higher "
-    "baseline moves weight to hard questions, easy ones otherwise supply most positives, and "
-    "completions spent on easy questions widen the gap.",
+    statement="The objective is a supervised sum over questions of expected rewards; "
+    "raising the baseline shifts weight to the hard ones, while most positives come from easy "
+    "ones, all the more if these get more completions.",
     kind="simulated",
     problem="DECK, completions equal, ∝ p and ∝ 1/p, 50 steps of .1; PROBE(.02), the p̃ of T-18, "
     "1,000 passes.",

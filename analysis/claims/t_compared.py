@@ -146,8 +146,8 @@ def _votes(probability: Tensor, k: int) -> Tensor:
     statement="Using negatives raises accuracy, the value of voting and the number of questions "
     "with some right answer.",
     verdict="holds only if",
-    condition="measured: over the base always; over positives only in pass@1 on PROBE, not in the "
-    "vote of 16 nor in the questions without a right answer, and WINDOW is a counter-example",
+    condition="the base is what it is compared with; positives only are beaten at pass@1 on PROBE, "
+    "but not by votes of 16 or in questions never answered right, and WINDOW shows the opposite",
     kind="simulated",
     problem="PROBE(.02), 1,000 passes, test questions; WINDOW(24–28; 4,096, 32, .2).",
     formula="mass on right answers; exact vote of k, ties shared; mean of (1 − mass)^16; P(right)",
@@ -208,9 +208,9 @@ def t_17(*, seed: int) -> Outcome:
     statement="Accuracy peaks with an effective share of positives near 10 to 20 per cent and "
     "falls beyond, above one half most of all.",
     verdict="holds only if",
-    condition='read as "well below one half": the loss above 30 % is certain, the fall below 10 % '
-    "lies within the noise and the best place moves with the length of training; a toy cannot "
-    "confirm the place of the optimum for a language model",
+    condition='it means "well below one half": beyond 30 % accuracy is lost for certain, what is '
+    "lost under 10 % is within the noise, and the best place moves with the length of training; "
+    "a toy cannot confirm where the optimum of a language model is",
     kind="simulated",
     problem="PROBE(.02), topr with p̃ = .02 .05 .1 .2 .3 .5 .7 1, step normalized to constant "
     "weight, 200, 1,000 and 4,000 passes.",
@@ -274,8 +274,8 @@ def _mixed(p: float, baseline: float, *, own: bool) -> Tensor:
     section=SECTION,
     statement="The same share is best whether one in ten or one in two of the data are positive.",
     verdict="holds only if",
-    condition="the ratio's denominator is the policy that generated the data before the mix was "
-    "changed; then it is an identity",
+    condition="ratios are to the policy that wrote the data, not to the mix made of them: then it "
+    "is an identity",
     problem="SIX at z₆: (p = .5, c = .8) against (p = .1, c = 0), p̃ = .1 in both.",
     formula="Σ data (R − c) [π/μ] ∇log π / (1 + (1 − 2p) c)",
 )

@@ -327,7 +327,7 @@ def _shares(estimator: Estimator, logits: Tensor) -> float:
     statement="A baseline c sets the effective share of positives without throwing anything away; "
     "c = −1 is the same as discarding the negatives.",
     verdict="holds only if",
-    condition="π = μ: as negatives are unlearned the effective share tends to 1 whatever c",
+    condition="π = μ; once negatives are unlearned every c has an effective share near 1",
     note="c scales the step as well, by 1 + (1 − 2p) c.",
     problem="SIX, p = .53, at π = μ and along exact topr steps of 1.",
     formula="p̃ = p(1 − c)/(1 + (1 − 2p)c); c = (p − p̃)/(p + p̃ − 2pp̃)",

@@ -87,8 +87,8 @@ def t_01() -> Outcome:
     statement="Passing over the same data again and again, naive REINFORCE improves at first and "
     "degenerates later.",
     verdict="holds only if",
-    condition="parameters are shared or some answers were never sampled; in a table with full "
-    "support the unbounded push raises the reward",
+    condition="answers share parameters, or some were never sampled; without either the unbounded "
+    "push makes the reward rise",
     kind="simulated",
     problem="PROBE(.02), 1,000 passes; SIX, 100 passes.",
     formula="w ← w + 2 (1/N) Σ R ∇log π over recorded answers",
@@ -174,8 +174,8 @@ def _trained(update: Update, rows: int) -> Trained:
     "it the negatives and speed.",
     verdict="holds only if",
     condition="training stops early, or the penalty is KL(μ‖π) with λ ≥ 1 (a baseline of -1 or "
-    "less), where with ±1 rewards the negatives are gone; KL(π‖μ) bounds the objective at no "
-    "coefficient and at best traps the ascent near its start",
+    "less), where with ±1 rewards the negatives are gone; with KL(π‖μ) no "
+    "coefficient bounds the objective; the ascent may merely stay caught near its start",
     kind="simulated",
     problem="SIX, 5,000 steps of 0.2; one negative's logit at -500; PROBE(.02), 1,000 passes.",
     formula="E_μ[R log π] − λ KL(μ‖π) = E_μ[(R + λ) log π] + const; the same with KL(π‖μ)",
@@ -289,8 +289,8 @@ def _silent(estimator: Estimator, success: float) -> float:
     statement="Throwing negatives away wastes what was generated and limits progress: hard tasks "
     "yield hardly a positive, and the policy stays close to its data.",
     verdict="holds only if",
-    condition="parameters are shared or data are finite; in a full table both objectives have the "
-    "same maximizer",
+    condition="answers share parameters, or data run out; otherwise both objectives have the same "
+    "maximizer",
     kind="simulated",
     problem="PAIR(.05 .1 .5); PROBE(.02), 1,000 passes; SIX.",
     formula="share of C = 0; (1 − p)^16; maximizers of Σ μ R ρ",
