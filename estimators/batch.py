@@ -292,7 +292,12 @@ def _tokens(
 
 
 def promote(logp: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """bfloat16 and float16 become float32; wider types stay as they are."""
+    """bfloat16 and float16 become float32; wider types stay as they are.
+
+    Example:
+        >>> promote(torch.ones(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
     return logp.float() if logp.dtype in (torch.bfloat16, torch.float16) else logp
 
 

@@ -341,6 +341,17 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
         estimator: read for corrections, centering and penalties in the loss.
         terms: of the whole optimizer batch, selected to the same prompts.
         batch: whole responses; a micro-batch never splits one.
+
+    Claims:
+        Coefficients of slices are slices of the coefficients of the whole.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> batch = Batch.from_rows([1.0, 0.0, 1.0, 0.0], "aabb", mask=[[1], [1], [1], [1]])
+        >>> terms = batch_terms(get("rloo"), batch)
+        >>> token_coefficients(get("rloo"), terms.select([1]), batch.select([1])).own
+        tensor([[[ 0.2500],
+                 [-0.2500]]], dtype=torch.float64)
     """
     weights = _weights(estimator, batch, terms.advantages)
     admitted = ((terms.reason == 0) & (terms.scale > 0)).unsqueeze(-1)
@@ -377,7 +388,15 @@ def _head(estimator: Estimator, terms: Terms, batch: Batch) -> Tensor:
 
 
 def coefficients(estimator: Estimator, batch: Batch) -> Coefficients:
-    """Coefficients of a whole validated batch: `batch_terms`, then `token_coefficients`."""
+    """Coefficients of a whole validated batch: `batch_terms`, then `token_coefficients`.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> batch = Batch.from_rows([1.0, 0.0], "aa", mask=[[1], [1, 1]])
+        >>> coefficients(get("rloo"), batch).own
+        tensor([[[ 0.5000,  0.0000],
+                 [-0.5000, -0.5000]]], dtype=torch.float64)
+    """
     return token_coefficients(estimator, batch_terms(estimator, batch), batch)
 
 
