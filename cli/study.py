@@ -28,6 +28,7 @@ ENGINES = (
     "transfer",
     "sampling",
 )
+STUDIES = ("staleness", "length")
 PROBLEM = "token_tree"
 GROUP_SIZE = 4
 DEFAULTS = {
@@ -61,6 +62,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a study."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _epilog()
+    parser.add_argument(
+        "--study",
+        type=_study,
+        metavar="|".join(STUDIES),
+        help=f"a built-in study, alone; without flags: {STUDIES[0]}",
+    )
     parser.add_argument(
         "--problem", metavar="NAME|FILE", help=f"built-in, or a JSON file; default: {PROBLEM}"
     )
@@ -112,7 +119,10 @@ def _epilog() -> str:
         "behavior policies and their settings:": specs.BEHAVIORS,
         "estimators and their settings:": SETTINGS,
     }
-    first = "Without flags: the whole catalogue, by lag and by length.\n\n"
+    first = (
+        "Without flags: the whole catalogue, by lag and by length.  --study length: responses of "
+        "16 to 32,768 tokens.\n\n"
+    )
     return first + "\n\n".join(listed(title, keys) for title, keys in tables.items())
 
 
@@ -134,15 +144,22 @@ def _engine(text: str) -> str:
     return text
 
 
+def _study(text: str) -> str:
+    if text not in STUDIES:
+        raise argparse.ArgumentTypeError(str(unknown("study", text, STUDIES)))
+    return text
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
     one_thread()
-    from windage.analysis.studies import staleness, study
+    from windage.analysis.studies import length, staleness, study
 
     with _progress() as advance:
         if request is None:
-            document = staleness.run(advance)
+            built_in = {"staleness": staleness, "length": length}
+            document = built_in[arguments.study or STUDIES[0]].run(advance)
         else:
             document = study.run(study.Settings(**request._asdict()), advance)
     text = json.dumps(document, allow_nan=False)
@@ -156,13 +173,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> Request | None:
-    """Turn flags into a request, None where no flag asks for anything; reads the problem file.
+    """Turn flags into a request, None for a built-in study; reads the problem file.
 
     Raises:
         BadInput: names the flag or the place in the file, and what is allowed.
     """
-    if not any(getattr(arguments, flag) != default for flag, default in DEFAULTS.items()):
+    asked = [flag for flag, default in DEFAULTS.items() if getattr(arguments, flag) != default]
+    if not asked:
         return None
+    if arguments.study is not None:
+        flag = f"--{asked[0].replace('_', '-')}"
+        raise BadInput(f"--study {arguments.study}: {flag} is set by the study; allowed: no {flag}")
     behavior = None if arguments.behavior is None else specs.behavior(arguments.behavior)
     estimators = tuple(map(specs.estimator, arguments.estimators or SETTINGS))
     named = specs.built_in(PROBLEM if arguments.problem is None else arguments.problem)

@@ -132,17 +132,3 @@ def reasoning(
 
 
 CHAINS: dict[str, Callable[..., Chain]] = {"reasoning": reasoning}
-
-
-def mismatch(chain: Chain) -> dict[str, float]:
-    """Mismatch per token, averaged over states: KL(mu, pi) in nats and chi-squared of pi from mu.
-
-    Example:
-        >>> mismatch(reasoning(16))["kl"] == 0
-        True
-    """
-    mu, ratio = chain.behavior_logp.exp(), chain.logp - chain.behavior_logp
-    return {
-        "kl": float(-(mu * ratio).sum(-1).mean()),
-        "chi_squared": float((mu * (2 * ratio).exp()).sum(-1).mean()) - 1,
-    }

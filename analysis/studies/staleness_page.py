@@ -91,11 +91,11 @@ def paint_map(axes: Any, study: Study, responses: int, *, names: bool) -> None:
     axes.set_title(f"{responses} responses an update")
 
 
-def leaders(study: Study) -> set[str]:
-    """Families that lead anywhere."""
+def leaders(study: Study, *responses: int) -> set[str]:
+    """Families that lead anywhere with so many responses an update."""
     return {
         family(study.leader(length, lag, n))
-        for n in study.shown
+        for n in responses
         for length in study.lengths
         for lag in study.lags
     }
@@ -172,7 +172,7 @@ def map_figure(document: Document) -> Figure:
     study = Study(document)
 
     def paint(figure: Any) -> list[Later]:
-        plots.key(figure, leaders(study))
+        plots.key(figure, leaders(study, *study.shown))
         for axes, n in zip(figure.subplots(len(study.shown), 1), study.shown, strict=True):
             paint_map(axes, study, n, names=True)
             axes.set_ylabel("tokens of a response")

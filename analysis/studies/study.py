@@ -229,44 +229,61 @@ def row(
     samples: int | None = None,
 ) -> dict[str, Any]:
     """One estimator's row; figures that have no meaning are None, and `reason` says why."""
-    head = {
-        "estimator": estimator.name,
-        "settings": {key: _word(value) for key, value in estimator.settings.items()},
-        "group_size": group_size,
-    }
-    tail = {
-        "unsupported_mass": float(goal.unsupported_mass),
-        "objective_value": _finite(float(goal.value)),
-        "gradient_norm": _finite(float(goal.gradient.norm())),
-    }
     chosen: Plan | None = None
     try:
         if why := undefined(estimator, problem, group_size):
             raise Undefined(why)
         chosen = _choose(estimator, problem, group_size, engine)
-        mean, figures, errors = _measure(
-            estimator, problem, goal, group_size, chosen.engine, seed, samples
-        )
+        measured = _measure(estimator, problem, goal, group_size, chosen.engine, seed, samples)
     except Undefined as problem_:
         return {
-            **head,
+            **_head(estimator, group_size),
             "engine": chosen.engine if chosen else None if engine == "auto" else engine,
             "mean": None,
             **dict.fromkeys(NAMES),
-            **tail,
+            **_tail(goal),
             "standard_error": None,
             "reason": str(problem_),
         }
+    return filled(estimator, goal, group_size, chosen, *measured)
+
+
+def filled(
+    estimator: Estimator,
+    goal: Objective,
+    group_size: int,
+    chosen: Plan,
+    mean: Tensor,
+    figures: Figures,
+    errors: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The row of figures that were measured; those beyond float64 are None, and it says so."""
     endless = [k for k, v in figures.items() if v is not None and not math.isfinite(v)]
     return {
-        **head,
+        **_head(estimator, group_size),
         "engine": chosen.engine,
         "mean": _list(mean),
         **{name: _finite(value) for name, value in figures.items()},
-        **tail,
+        **_tail(goal),
         "standard_error": errors,
         "why": chosen.reason,
         **({"reason": f"beyond the range of float64: {', '.join(endless)}"} if endless else {}),
+    }
+
+
+def _head(estimator: Estimator, group_size: int) -> dict[str, Any]:
+    return {
+        "estimator": estimator.name,
+        "settings": {key: _word(value) for key, value in estimator.settings.items()},
+        "group_size": group_size,
+    }
+
+
+def _tail(goal: Objective) -> dict[str, Any]:
+    return {
+        "unsupported_mass": float(goal.unsupported_mass),
+        "objective_value": _finite(float(goal.value)),
+        "gradient_norm": _finite(float(goal.gradient.norm())),
     }
 
 

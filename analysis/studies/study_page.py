@@ -10,7 +10,7 @@ from typing import Any
 from windage.analysis import plots
 from windage.analysis.plots import Figure, Later, family
 from windage.analysis.report import Page, Section
-from windage.analysis.studies import staleness_page
+from windage.analysis.studies import length_page, staleness_page
 from windage.analysis.tables import NOISE, Column, Table, reasons, text
 from windage.analysis.terminal import Rendered
 
@@ -34,8 +34,8 @@ MEANING = (
     "takes away; rescaled variance falls as one over the number of batches."
 )
 
-
 FARTHEST = 8.0
+NAMED: Mapping[str, Any] = {"length": length_page, "staleness": staleness_page}
 
 
 def title(document: Document) -> str:
@@ -208,8 +208,8 @@ def _point(row: Mapping[str, Any] | None, panel: str) -> float | None:
 
 def page(document: Document) -> Page:
     """The page of a study; the built-in one has its own."""
-    if document.get("study") == "staleness":
-        return staleness_page.page(document)
+    if document.get("study") in NAMED:
+        return NAMED[document["study"]].page(document)
     keys = swept(document)
     figure = sweep_figure(document, keys[-1]) if keys else tradeoff(document)
     return Page(
@@ -225,6 +225,6 @@ def page(document: Document) -> Page:
 
 def summary(document: Document) -> Rendered:
     """What the terminal shows."""
-    if document.get("study") == "staleness":
-        return staleness_page.summary(document)
+    if document.get("study") in NAMED:
+        return NAMED[document["study"]].summary(document)
     return Rendered(title=title(document), table=rows_table(document), lines=(MEANING,))

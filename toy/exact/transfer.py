@@ -227,7 +227,7 @@ def _scale(estimator: Estimator, chain: Chain, group_size: int) -> Float[Tensor,
     """The aggregation's coefficient of a response of each length."""
     shape = (chain.horizon, chain.prompts, group_size)
     lengths = torch.arange(1, chain.horizon + 1)[:, None, None].expand(shape)
-    return estimator.aggregation(lengths, torch.ones(shape, dtype=torch.bool))[:, 0, 0]
+    return estimator.aggregation(lengths, torch.ones(shape, dtype=torch.bool))[:, 0, 0].clone()
 
 
 def automaton(estimator: Estimator, chain: Chain, group_size: int) -> Moments:
@@ -332,6 +332,38 @@ def _batch(
         q = (norm[:, p] @ members.T).flatten()
         parts.append(Contributions(group, x, q))
     return combine(estimator, parts, 1.0).shaped(chain.logits.shape)
+
+
+def mismatch(chain: Chain) -> dict[str, float]:
+    """How far the sampler is from the policy, averaged over prompts.
+
+    tokens: length of the policy's responses.  kl: KL(policy | sampler) a token of theirs, in nats.
+    chi_squared: E[rho^2] - 1 of the ratio rho of a token, over tokens of the sampler's responses.
+    effective_share: 1 / E[w^2] of the ratio w of a response.
+
+    Example:
+        >>> from windage.toy.chains import reasoning
+        >>> found = mismatch(reasoning(16))
+        >>> found["kl"], round(found["effective_share"], 12)
+        (0.0, 1.0)
+    """
+    pi, mu = chain.logp.exp(), chain.behavior_logp.exp()
+    ratio = torch.where(mu > 0, (chain.logp - chain.behavior_logp).exp(), 0.0)
+    kernel = torch.stack([pi, mu, mu * ratio.square()])
+    vocab = mu.shape[-1]
+    counting = torch.eye(vocab, dtype=mu.dtype).expand(*kernel.shape, vocab)
+    each = Steps(kernel=kernel, score=counting, factor=mu.new_ones(chain.horizon))
+    found = transfer(each, chain.successor, chain.start)
+    drawn, sampled = found.mean[:2].sum(2)
+    tokens, seen = drawn.sum((1, 2)), sampled.sum((1, 2))
+    away = torch.where(drawn > 0, drawn * (chain.logp - chain.behavior_logp), 0.0).sum((1, 2))
+    square = (sampled * ratio.square()).sum((1, 2))
+    return {
+        "tokens": float(tokens.mean()),
+        "kl": max(0.0, float((away / tokens).mean())),
+        "chi_squared": float((square / seen).mean()) - 1,
+        "effective_share": float((1 / found.mass[2].sum(-1)).mean()),
+    }
 
 
 @objective.register
