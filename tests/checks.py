@@ -19,7 +19,7 @@ from torch import Tensor
 
 from windage.estimators.estimator import Estimator
 from windage.toy.exact.moments import Moments
-from windage.toy.exact.plan import exact, plan
+from windage.toy.exact.plan import exact
 from windage.toy.exact.tuples import Edit, Responses, every_tuple, listed
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
@@ -80,9 +80,7 @@ def moments(
     estimator: Estimator, problem: Problem, group_size: int = 2, *, engine: str | None = None
 ) -> Moments:
     """Exact moments from a named engine, or from the planner's choice."""
-    return exact(
-        estimator, problem, group_size, engine or plan(estimator, problem, group_size).engine
-    )
+    return exact(estimator, problem, group_size, engine)
 
 
 def assert_unbiased(estimator: Estimator, problem: Problem, group_size: int = 2) -> None:

@@ -71,7 +71,7 @@ from windage.estimators.penalty import (
     timeout_failure,
 )
 from windage.toy.behavior import with_behavior
-from windage.toy.exact.plan import exact, plan
+from windage.toy.exact.plan import exact
 from windage.toy.exact.prefix_tree import pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Tree, make
@@ -925,7 +925,7 @@ def _(inputs):
             corrections=(Correction(reach=use(reach), map=use(map_)),),
             aggregation=use(aggregation),
         )
-        return exact(estimator, problem, 1, plan(estimator, problem, 1).engine).mean[0, :, 1]
+        return exact(estimator, problem, 1).mean[0, :, 1]
 
     plain_ = exact(get("reinforce"), problem, 1, "tuples").mean[0, :, 1]
     return {

@@ -14,6 +14,7 @@ from windage.analysis.claims.measures import (
     alone,
     bias,
     corrected,
+    divergence,
     entropy,
     figures,
     mean_reward,
@@ -104,20 +105,15 @@ def b_34() -> Outcome:
     )
 
 
-def _divergence(problem: Problem, logits: Tensor) -> float:
-    """KL(q‖p) of a one-step problem's sampler to a policy."""
-    q = problem.behavior_logp
-    return float((q.exp() * (q - logits.log_softmax(-1))).sum())
-
-
 def _frozen(problem: Problem, advantage: float) -> tuple[float, float]:
     """Slope of KL(q‖p) along the expected update, and KL after 100 unit steps."""
     paid = rewarded(problem, torch.full_like(problem.rewards, advantage))
     update = response_update(alone("reinforce"), paid)
     step = 1e-4 * update(paid.logits, paid.behavior_logp)
-    ahead, behind = (_divergence(paid, paid.logits + s) for s in (step, -step))
     (end,) = path(update, paid.logits, lambda z: paid.behavior_logp, at=(100,))
-    return (ahead - behind) / 2e-4, _divergence(paid, end)
+    places = (paid.logits + step, paid.logits - step, end)
+    ahead, behind, last = (divergence(paid, to=z.log_softmax(-1)) for z in places)
+    return (ahead - behind) / 2e-4, last
 
 
 @claim(
@@ -139,7 +135,7 @@ def b_35() -> Outcome:
         figures=[
             exact("dKL(q‖p)/dη, A = 1", slope, "-0.005773"),
             zero("that plus ‖q − p‖², relative", (slope + apart) / apart, tolerance=1e-7),
-            exact("KL at the start", _divergence(problem, problem.logits), "0.0584"),
+            exact("KL at the start", divergence(problem), "0.0584"),
             band("KL after 100 steps, A = 1", near, 0.0, 2e-5, kind="exact"),
             exact("KL after 100 steps, A = −1", far, "59"),
         ],

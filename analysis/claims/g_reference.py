@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from windage.analysis.claims.claim import Outcome, claim, exact, series, zero
-from windage.analysis.claims.measures import alone, corrected, edited
+from windage.analysis.claims.measures import alone, corrected, divergence, edited
 from windage.analysis.claims.problems import arms, fresh_tree, rewarded
 from windage.estimators.batch import Batch
 from windage.estimators.correction import clip, token
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import use
 from windage.estimators.penalty import loss_k1, loss_k2, loss_k3, reward_k1
-from windage.toy.exact.prefix_tree import Walk
 from windage.toy.exact.tuples import Edit
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
@@ -96,12 +95,6 @@ def reward(problem: Problem) -> float:
     return float(objective(problem).value)
 
 
-def divergence(problem: Problem, other: Tensor) -> float:
-    """KL of whole responses from the policy to another, given as log-probabilities."""
-    measure = Walk(replace(problem, behavior_logp=other))
-    return float((measure.leaf_probability * measure.at_leaves(measure.path_ratio)).sum())
-
-
 def penalized(penalty: Any, beta: float, estimator: Estimator | None = None) -> Estimator:
     """An estimator (default: `reinforce`) with a penalty of strength beta."""
     return replace(estimator or alone("reinforce"), penalties=(use(penalty, coefficient=beta),))
@@ -130,7 +123,7 @@ def g_01() -> Outcome:
         return [walk(start, estimator, reference=s)[-1] for s in periods.values()]
 
     weak, strong = ([reward(end) for end in ends(beta)] for beta in (0.1, 1.0))
-    moved = [divergence(end, start.logp) for end in ends(1.0)]
+    moved = [divergence(end, of=end.logp, to=start.logp) for end in ends(1.0)]
     j_weak = ".6104, .6207, .6255, .6282, .6291, .6295"
     j_strong = ".5482, .5704, .5935, .6161, .6250, .6295"
     away = ".0165, .0444, .1000, .1913, .2381, .2639"
@@ -233,7 +226,7 @@ def g_03() -> Outcome:
     at_once = [solved(start, 0.5 / k) for k in counts]
     gap = max(float((a.logp - b.logp).abs().max()) for a, b in zip(path, at_once, strict=True))
     paid = [reward(end) for end in path]
-    moved = [divergence(end, start.logp) for end in path]
+    moved = [divergence(end, of=end.logp, to=start.logp) for end in path]
     return Outcome(
         figures=[
             zero("k rounds against one with β/k, log-probabilities", gap),

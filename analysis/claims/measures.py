@@ -17,7 +17,7 @@ from windage.estimators.correction import Correction
 from windage.estimators.estimator import Coefficients, Estimator, batch_terms, token_coefficients
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
-from windage.toy.exact.plan import exact, plan
+from windage.toy.exact.plan import exact
 from windage.toy.exact.prefix_tree import Walk, conditional, pull_back
 from windage.toy.exact.tuples import Draw, Edit, Responses, every_tuple, listed
 from windage.toy.objective import Objective, objective
@@ -26,7 +26,7 @@ from windage.toy.problems import Problem
 
 def moments(estimator: Estimator, problem: Problem, group_size: int = 1) -> Moments:
     """Mean and variance of one batch, by the cheapest exact engine."""
-    return exact(estimator, problem, group_size, plan(estimator, problem, group_size).engine)
+    return exact(estimator, problem, group_size)
 
 
 def judge(found: Moments, problem: Problem, against: Objective | None = None) -> dict[str, float]:

@@ -193,8 +193,10 @@ def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
     return Plan(engine=best.engine, reason=f"touches about {best.cost:.1e} numbers, the fewest")
 
 
-def exact(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Moments:
-    """Run one exact engine.
+def exact(
+    estimator: Estimator, problem: Site, group_size: int, engine: str | None = None
+) -> Moments:
+    """Run one exact engine; without a name, the planner's choice.
 
     Raises:
         Undefined: the engine is not valid here or would touch too much, the estimator has no
@@ -203,6 +205,7 @@ def exact(estimator: Estimator, problem: Site, group_size: int, engine: str) -> 
     """
     if why := undefined(estimator, problem, group_size):
         raise Undefined(why)
+    engine = engine or plan(estimator, problem, group_size).engine
     if engine not in OPTIONS:
         raise Undefined(f"engine {engine} does not serve {estimator.name}")
     budget = PATIENCE * BUDGET
