@@ -19,6 +19,7 @@ from windage.toy.exact.transfer import (
     automata,
     automaton,
     chain_objective,
+    mismatch,
     refusal,
     transfer,
 )
@@ -127,6 +128,42 @@ def test_objective_is_that_of_the_unrolled_tree() -> None:
     ours, theirs = chain_objective(chain), objective(problem)
     assert torch.allclose(ours.value, theirs.value, rtol=0, atol=1e-15)
     assert torch.allclose(ours.gradient, fold(theirs.gradient, state), rtol=0, atol=1e-15)
+
+
+def test_mismatch_is_that_of_the_unrolled_tree() -> None:
+    chain = stale(reasoning(4, (0.3, 0.6)))
+    problem, _ = unrolled(chain)
+    prefixes, tokens = problem.tree.paths
+    on = tokens >= 0
+    rho = (problem.logp - problem.behavior_logp)[:, prefixes.clamp(min=0), tokens.clamp(min=0)]
+    logp, log_mu = (
+        torch.where(on, x[:, prefixes.clamp(min=0), tokens.clamp(min=0)], 0.0).sum(-1)
+        for x in (problem.logp, problem.behavior_logp)
+    )
+    pi, mu, lengths = logp.exp(), log_mu.exp(), on.sum(-1).double()
+    squares = torch.where(on, (2 * rho).exp(), 0.0).sum(-1)
+    wanted = {
+        "tokens": (pi @ lengths).mean(),
+        "kl": ((pi * (logp - log_mu)).sum(-1) / (pi @ lengths)).mean(),
+        "chi_squared": ((mu * squares).sum(-1) / (mu @ lengths)).mean() - 1,
+        "effective_share": (1 / (mu * (2 * (logp - log_mu)).exp()).sum(-1)).mean(),
+    }
+    assert mismatch(chain) == pytest.approx({k: float(v) for k, v in wanted.items()}, rel=1e-12)
+
+
+def test_a_state_that_no_response_reaches_changes_nothing() -> None:
+    """Even where the kernel's mass would grow beyond float64 there."""
+    horizon = 1000
+    kernel = torch.tensor([[0.9, 0.1], [5.0, 0.1]], dtype=torch.float64)
+    successor = torch.tensor([[0, -1], [1, -1]])
+    score = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factor = torch.ones(horizon, dtype=torch.float64)
+    found = transfer(Steps(kernel=kernel, score=score, factor=factor), successor, 0)
+    alone = transfer(Steps(kernel=kernel[:1], score=score[:1], factor=factor), successor[:1], 0)
+    assert float(alone.mass[0]) == pytest.approx(1.0, rel=1e-12)
+    assert torch.allclose(found.mass[[0, 2]], alone.mass, rtol=1e-12, atol=0)
+    assert torch.allclose(found.norm[[0, 2]], alone.norm, rtol=1e-12, atol=0)
+    assert torch.allclose(found.mean[[0, 2], 0], alone.mean[:, 0], rtol=1e-12, atol=0)
 
 
 def test_policy_mass_that_is_never_drawn() -> None:

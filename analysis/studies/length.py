@@ -1,10 +1,11 @@
 """The study of length: estimators by the length of a response, the lag and the group size.
 
-Three prompts of a chain that reasons until it stops are solved about 20, 50 and 80 % of the time
-where the horizon leaves room; a response is a quarter of the horizon on average.  The sampler is
-some exact gradient steps behind; the step size is set so that one step moves the policy by the same
-divergence a token at every length.  Estimators whose coefficients look at one response's length are
-averages over groups, so that one exact variance serves every number of responses.
+Three prompts of a chain that reasons until it stops are solved 20, 48 and 73 % of the time with 256
+tokens or more and less often with fewer; a response is a quarter of the horizon on average.  The
+sampler is some exact gradient steps behind; the step size is set so that one step moves the policy
+by the same divergence a token at every length.  Estimators whose coefficients look at one
+response's length are averages over groups, so that one exact variance serves every number of
+responses.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
     first = reasoning(LENGTHS[0])
     goal = objective(first)
     for horizon in LENGTHS:
-        more, made = at_length(horizon)
+        more, made = at_length(horizon, LAGS, GROUP_SIZES)
         sites += more
         rows += made
         advance(len(rows), len(made) * len(LENGTHS))

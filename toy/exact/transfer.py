@@ -80,7 +80,8 @@ def transfer(steps: Steps, successor: Int[Tensor, "S V"], start: int) -> Ended:
     """
     go, stop = _one_token(steps, successor)
     horizon = steps.factor.shape[-1]
-    growth = _growth(go[..., 0], start)
+    go = go * _reached(go[..., 0], start)[..., None, None]
+    growth = _growth(go[..., 0])
     log_up = (growth * horizon).clamp(min=0)
     log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
     factor = steps.factor * log_factor[..., :-1].exp()
@@ -129,13 +130,18 @@ def _one_token(steps: Steps, successor: Tensor) -> tuple[Tensor, Tensor]:
     return paths[..., 1:, :], torch.einsum("...sd,sr->...srd", paths[..., 0, :], own)
 
 
-def _growth(mass: Float[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch"]:
-    """Logarithm of the factor by which a kernel's mass grows a token, in the long run."""
+def _reached(mass: Float[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch S"]:
+    """1 for each state that some response visits: what happens elsewhere may exceed float64."""
     reached = torch.zeros_like(mass[..., :1, :])
     reached[..., start] = 1.0
     for _ in range(mass.shape[-1]):
         reached = ((reached + reached @ mass) > 0).to(mass)
-    size = torch.linalg.eigvals(mass * reached.transpose(-1, -2)).abs().amax(-1)
+    return reached.squeeze(-2)
+
+
+def _growth(mass: Float[Tensor, "*batch S S"]) -> Float[Tensor, "*batch"]:
+    """Logarithm of the factor by which a kernel's mass grows a token, in the long run."""
+    size = torch.linalg.eigvals(mass).abs().amax(-1)
     return torch.where(size > 0, size, 1.0).log()
 
 
