@@ -1,6 +1,7 @@
 """Admission: who is kept, why not, what it does to the mean, and how old a response is."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -187,6 +188,25 @@ def test_a_difficulty_band_turns_the_direction_across_prompts():
     plain = moments(get("group_mean"), problem, 4).mean
     banded = replace(get("group_mean"), admission=(use(difficulty_band),))
     assert_skew(moments(banded, problem, 4).mean, plain, at_least=1e-3)
+
+
+def test_a_cap_on_lag_only_rescales_unless_the_lag_depends_on_the_response():
+    problem = token_tree(3)
+    capped = replace(get("rloo"), admission=(use(staleness_cap, max_lag=1),))
+
+    def mean(old):
+        def edit(batch, index):
+            lags = torch.where(old(batch), 2, 0).unsqueeze(-1).expand(batch.mask.shape)
+            return replace(batch, versions=5 - lags, current_version=5)
+
+        return enumerated_mean(capped, problem, 2, edit)
+
+    whole = enumerated_mean(get("rloo"), problem, 2)
+    drawn = {pair: torch.tensor(pair) for pair in product((False, True), repeat=2)}
+    chance = {pair: 0.25 ** sum(pair) * 0.75 ** (2 - sum(pair)) for pair in drawn}
+    blind = sum(chance[pair] * mean(lambda b, old=old: old) for pair, old in drawn.items())
+    assert_close(blind, 0.75 * whole)
+    assert_skew(mean(lambda batch: batch.lengths == 3), whole, at_least=1e-3)
 
 
 def test_dropping_by_length_drifts_even_under_constant_reward():

@@ -1,4 +1,4 @@
-"""docs/violations.md names every function longer than a screen and every long file, and no other."""
+"""docs/violations.md names every function longer than a screen and every long file, no other."""
 
 import ast
 import re
