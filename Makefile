@@ -31,7 +31,7 @@ bench: $(STAMP)
 	@set -e; for script in benchmarks/[!_]*.py; do echo "$$script"; $(BIN)/python "$$script"; done
 
 figures: $(STAMP)
-	$(BIN)/python benchmarks/staleness.py
+	$(BIN)/python benchmarks/figures.py
 
 # Losses of other frameworks, each in an environment of its own; rewrites docs/peers.md.
 audit-trl audit-verl: audit-%: .venv-%/$(notdir $(STAMP)) dev

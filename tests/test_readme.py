@@ -11,9 +11,11 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from windage.analysis.studies import length
 from windage.cli.main import VERBS
 
 ROOT = Path(__file__).parents[1]
@@ -117,9 +119,54 @@ def test_numbers_behind_the_figure_are_what_the_study_computes(document):
                 assert text == ("" if value is None else str(value)), (key, before)
 
 
-def test_figure_is_there():
-    assert "(docs/figures/staleness.png)" in README
-    assert (ROOT / "docs/figures/staleness.png").read_bytes().startswith(b"\x89PNG")
+def of_length() -> list[dict[str, Any]]:
+    """The numbers behind the figure of the study of length."""
+    with (ROOT / "docs/figures/length.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [
+        {
+            key: text if key in ("estimator", "engine") else json.loads(text or "null")
+            for key, text in row.items()
+        }
+        for row in rows
+    ]
+
+
+def test_reading_of_length_is_what_its_numbers_say():
+    rows = of_length()
+    places = {(row["horizon"], row["steps"]): row for row in rows}
+    sweep = {key: sorted({row[key] for row in rows}) for key in ("horizon", "steps")}
+    document = {
+        "problem": {"prompts": 3},
+        "responses": {"shown": list(length.BATCHES)},
+        "sweep": sweep,
+        "sites": list(places.values()),
+        "rows": rows,
+    }
+    assert sweep == {"horizon": list(length.LENGTHS), "steps": list(length.LAGS)}
+    assert re.findall(
+        r"^- (.*)$", between("reading of length", "end of reading of length"), re.MULTILINE
+    ) == length.reading(document)
+
+
+@pytest.mark.parametrize("horizon", [16, 32768])
+def test_numbers_behind_the_figure_of_length_are_computed_at_both_ends(horizon):
+    kept = {(row["horizon"], row["steps"], row["estimator"]): row for row in of_length()}
+    sites, rows = length.at_length(horizon, lags=(0, 8), group_sizes=(length.GROUP_SIZE,))
+    mismatches = {site["steps"]: site for site in sites}
+    for row in rows:
+        found = {**mismatches[row["steps"]], **row}
+        for key, value in kept[horizon, row["steps"], row["estimator"]].items():
+            if isinstance(value, float):
+                assert found[key] == pytest.approx(value, rel=1e-6, abs=1e-9), (key, row)
+            else:
+                assert found[key] == value, (key, row)
+
+
+@pytest.mark.parametrize("name", ["staleness", "length"])
+def test_figure_is_there(name):
+    assert f"(docs/figures/{name}.png)" in README
+    assert (ROOT / f"docs/figures/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_links_lead_somewhere():
