@@ -50,7 +50,9 @@ def common(parser: argparse.ArgumentParser) -> None:
 
 
 def directory(text: str) -> Path:
-    """Accept a directory, or a path where one can be made."""
+    """Accept a directory, or a path where one can be made; not the empty path of an unset name."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no path; allowed: a directory")
     path = Path(text)
     present = next((place for place in (path, *path.parents) if os.path.exists(place)), Path())
     if not present.is_dir():

@@ -92,6 +92,7 @@ def test_bad_words_are_refused_in_one_line(capsys, verb, tmp_path):
     assert "--group-size" in refusal(capsys, "probe", "--group-size", "many")
     assert "0 to 2**63 - 1" in refusal(capsys, "probe", "--seed=-1")
     assert "is a file" in refusal(capsys, "probe", "--out", str(file / "below"))
+    assert "is no path" in refusal(capsys, "probe", "--out", "")
 
 
 def test_shared_flags_reach_the_verb(verb, tmp_path):
