@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-SCHEMA_VERSION = 1
 TOKEN_FIELDS = ("logp", "behavior_logp", "proximal_logp", "reference_logp", "values", "versions")
 HEAD_FIELDS = ("head_ids", "head_behavior_logp", "head_logp")
 RESPONSE_FIELDS = ("outcomes", "truncated", "elapsed")

@@ -75,8 +75,7 @@ def _with_penalty(function: Callable[..., Any], original: Any) -> Subject:
 def loo_over_g() -> Subject:
     """Leave-one-out divides the others' sum by G."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
-        present = torch.ones_like(rewards, dtype=torch.bool) if present is None else present
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         kept = torch.where(present, rewards, 0.0)
         others = kept.sum(-1, keepdim=True) - kept
         return torch.where(present, kept - others / present.sum(-1, keepdim=True), 0.0)
@@ -87,7 +86,7 @@ def loo_over_g() -> Subject:
 def self_in_baseline() -> Subject:
     """The leave-one-out baseline includes the response itself."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         return advantage.group_mean(rewards, present)
 
     return _with_advantage("rloo", wrong)
@@ -96,8 +95,7 @@ def self_in_baseline() -> Subject:
 def batch_baseline() -> Subject:
     """The baseline is the mean of the whole batch."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
-        present = torch.ones_like(rewards, dtype=torch.bool) if present is None else present
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         kept = torch.where(present, rewards, 0.0)
         mean = kept.sum((-2, -1), keepdim=True) / present.sum((-2, -1), keepdim=True)
         return torch.where(present, kept - mean, 0.0)
@@ -108,7 +106,7 @@ def batch_baseline() -> Subject:
 def mean_over_the_others() -> Subject:
     """The group's mean is that of the other responses."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         return advantage.leave_one_out(rewards, present)
 
     return _with_advantage("group_mean", wrong)
@@ -117,8 +115,7 @@ def mean_over_the_others() -> Subject:
 def absent_in_mean() -> Subject:
     """The group's mean counts responses that never arrived."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
-        present = torch.ones_like(rewards, dtype=torch.bool) if present is None else present
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         kept = torch.where(present, rewards, 0.0)
         return torch.where(present, kept - kept.mean(-1, keepdim=True), 0.0)
 
@@ -128,7 +125,7 @@ def absent_in_mean() -> Subject:
 def sign_of_advantage() -> Subject:
     """The advantage is the baseline minus the reward."""
 
-    def wrong(rewards: Tensor, present: Tensor | None = None) -> Tensor:
+    def wrong(rewards: Tensor, present: Tensor) -> Tensor:
         return -advantage.group_std(rewards, present)
 
     return _with_advantage("grpo", wrong)
@@ -137,9 +134,7 @@ def sign_of_advantage() -> Subject:
 def std_over_batch() -> Subject:
     """The standard deviation is taken over the batch instead of the group."""
 
-    def wrong(
-        rewards: Tensor, present: Tensor | None = None, *, ddof: int = 1, eps: float = 1e-6
-    ) -> Tensor:
+    def wrong(rewards: Tensor, present: Tensor, *, ddof: int = 1, eps: float = 1e-6) -> Tensor:
         return advantage.batch_std(rewards, present, ddof=ddof, eps=eps)
 
     return _with_advantage("grpo", wrong, scope="batch")
@@ -148,9 +143,7 @@ def std_over_batch() -> Subject:
 def population_std() -> Subject:
     """The standard deviation has ddof 0 whatever the setting."""
 
-    def wrong(
-        rewards: Tensor, present: Tensor | None = None, *, ddof: int = 1, eps: float = 1e-6
-    ) -> Tensor:
+    def wrong(rewards: Tensor, present: Tensor, *, ddof: int = 1, eps: float = 1e-6) -> Tensor:
         return advantage.group_std(rewards, present, ddof=0, eps=eps)
 
     return _with_advantage("grpo", wrong)
@@ -159,10 +152,7 @@ def population_std() -> Subject:
 def rounding_residue() -> Subject:
     """Equal rewards leave a rounding residue that is divided by eps."""
 
-    def wrong(
-        rewards: Tensor, present: Tensor | None = None, *, ddof: int = 1, eps: float = 1e-6
-    ) -> Tensor:
-        present = torch.ones_like(rewards, dtype=torch.bool) if present is None else present
+    def wrong(rewards: Tensor, present: Tensor, *, ddof: int = 1, eps: float = 1e-6) -> Tensor:
         count = present.sum(-1, keepdim=True)
         kept = torch.where(present, rewards, 0.0)
         centered = torch.where(present, rewards - kept.sum(-1, keepdim=True) / count, 0.0)
