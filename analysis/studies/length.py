@@ -156,7 +156,7 @@ def of_size(document: Mapping[str, Any], group_size: int = GROUP_SIZE) -> dict[s
 
 
 def reading(document: Mapping[str, Any]) -> list[str]:
-    """Three sentences: what length does to bias and noise, to the choice, and what decides it."""
+    """Three sentences: length and bias and noise, length and the choice, where borders lie."""
     study = Study(of_size(document))
     responses = study.shown[-1]
     return [
@@ -233,14 +233,17 @@ def nats(document: Mapping[str, Any]) -> dict[tuple[int, int], float]:
 def border(document: Mapping[str, Any], study: Study, responses: int) -> str:
     """Up to which divergence of a whole response no correction and the whole ratio lead."""
     far = nats(document)
-    led: dict[str, list[float]] = {UNCORRECTED: [], UNBIASED: [], "": []}
-    for (length, lag), value in far.items():
-        name = study.leader(length, lag, responses)
-        led[name if name in led else ""].append(value)
-    most = {name: max(values, default=0.0) for name, values in led.items()}
+    led = {place: study.leader(*place, responses) for place in far}
+
+    def most(name: str) -> float:
+        return max((value for place, value in far.items() if led[place] == name), default=0.0)
+
+    near = [place for place, value in far.items() if value <= most(UNCORRECTED)]
+    plain = sum(led[place] == UNCORRECTED for place in near)
     return (
-        f"What decides is the divergence of a whole response, length times KL a token: with "
+        f"The borders follow the divergence of a whole response, length times KL a token: with "
         f"{responses} responses an update {UNCORRECTED} leads nowhere beyond "
-        f"{text(most[UNCORRECTED])} nats a response and {UNBIASED} nowhere beyond "
-        f"{text(most[UNBIASED])}; the grid goes to {text(max(far.values()))}."
+        f"{text(most(UNCORRECTED))} nats a response and in {plain} of {len(near)} places up to "
+        f"that, {UNBIASED} nowhere beyond {text(most(UNBIASED))}; the grid goes to "
+        f"{text(max(far.values()))}."
     )
