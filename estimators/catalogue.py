@@ -206,7 +206,7 @@ _COMPOSED = (
         aggregation=use(constant_length),
         admission=(use(staleness_cap),),
         centering=use(exact),
-        paper="the recipe recommended by seed 002; arXiv:2503.20783, 2506.13585, 2609.20807",
+        paper="the recipe recommended in document 002; arXiv:2503.20783, 2506.13585, 2609.20807",
     ),
 )
 
