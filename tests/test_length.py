@@ -97,6 +97,23 @@ def test_bias_of_no_correction_outgrows_that_of_the_token_ratio(document):
     assert own.at(4096, 64)["trajectory_is"]["noise"] > 1e6
 
 
+def test_who_leads_from_which_length_to_which(document):
+    own = Study(length.of_size(document))
+    assert length.succession(own, 0, 24576) == [("rloo", 16, 4096)]
+    assert [name for name, _, _ in length.succession(own, 64, 24576)] == [
+        "rloo",
+        "trajectory_is",
+        "centered",
+    ]
+
+
+def test_a_batch_holds_a_group_of_every_prompt(document):
+    for size in (8, 32):
+        part = length.of_size(document, size)
+        assert part["responses"]["batch"] == 3 * size
+        assert {row["group_size"] for row in part["rows"]} == {size}
+
+
 def test_reading_follows_the_numbers(document):
     growth, reversal, border = document["reading"]
     rows = {
