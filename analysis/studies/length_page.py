@@ -133,7 +133,9 @@ def overview(document: Document) -> Figure:
         plots.key(right, leaders(study, responses), "lower")
         axes = right.subplots()
         paint_phases(axes, document, study, responses)
-        axes.set_title("")
+        axes.set_title(
+            f"{responses} responses an update in groups of {GROUP_SIZE}; dashed: KL of a response"
+        )
         return later
 
     return plots.draw(
