@@ -366,13 +366,37 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
     head = None
     if estimator.centering is not None:
         sign = -factor.unsqueeze(-1)
-        centered = _head(estimator, terms, batch)
+        scores = center(
+            estimator,
+            promote(batch.get("head_logp")),
+            promote(batch.get("head_behavior_logp")),
+            terms.advantages.unsqueeze(-1),
+        )
+        centered = torch.where(batch.mask.unsqueeze(-1), scores, 0.0)
         head = torch.where(sign == 0, torch.zeros_like(centered), sign * centered)
     return Coefficients(own=own, head=head, terms=terms, weights=weights)
 
 
-def _head(estimator: Estimator, terms: Terms, batch: Batch) -> Tensor:
-    advantages = terms.advantages.unsqueeze(-1)
+def center(
+    estimator: Estimator,
+    head_logp: Float[Tensor, "*batch K"],
+    head_behavior_logp: Float[Tensor, "*batch K"],
+    advantages: Float[Tensor, "*#batch K_or_1"],
+) -> Float[Tensor, "*batch K"]:
+    """What an estimator's centering subtracts from the scores of head tokens, before the advantage.
+
+    Args:
+        estimator: has a centering; its maps weigh the head tokens.
+        head_logp: trainer's log-probabilities of the head.
+        head_behavior_logp: sampler's, of the same tokens.
+        advantages: for maps that read their sign.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.1, 0.9]).log()
+        >>> center(get("centered_tis"), p, q, torch.tensor([1.0]))
+        tensor([0.2000, 0.5000])
+    """
 
     def weigh(ratio: Tensor) -> Tensor:
         weight = torch.ones_like(ratio)
@@ -381,10 +405,8 @@ def _head(estimator: Estimator, terms: Terms, batch: Batch) -> Tensor:
         return weight
 
     assert estimator.centering is not None
-    coefficient = estimator.centering(
-        promote(batch.get("head_logp")), promote(batch.get("head_behavior_logp")), weigh
-    )
-    return torch.where(batch.mask.unsqueeze(-1), coefficient, 0.0)
+    found: Tensor = estimator.centering(head_logp, head_behavior_logp, weigh)
+    return found
 
 
 def coefficients(estimator: Estimator, batch: Batch) -> Coefficients:

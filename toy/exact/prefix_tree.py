@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
-from windage.estimators.estimator import Estimator
+from windage.estimators.estimator import Estimator, center
 from windage.estimators.member import Member
 from windage.toy.exact.moments import Moments
 from windage.toy.problems import Problem, Tree
@@ -219,14 +219,8 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | N
             raise NotImplementedError(f"{estimator.name}: no recursion for {correction.describe()}")
     centered = None
     if estimator.centering is not None:
-
-        def weigh(ratio: Tensor) -> Tensor:
-            weight = torch.ones_like(ratio)
-            for correction in estimator.corrections:
-                weight = weight * correction.map(ratio, advantage)
-            return weight
-
-        centered = estimator.centering(walk.problem.logp, walk.problem.behavior_logp, weigh)
+        problem = walk.problem
+        centered = center(estimator, problem.logp, problem.behavior_logp, advantage.view(1))
     return Weights(node=node, leaf=leaf, suffix=tail, centered=centered)
 
 

@@ -28,7 +28,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.estimators.correction import ratio, token, trajectory
-from windage.estimators.estimator import Estimator
+from windage.estimators.estimator import Estimator, center
 from windage.estimators.member import Member
 from windage.toy.chains import Chain
 from windage.toy.exact.classes import Contributions, Groups, combine, signs
@@ -217,14 +217,7 @@ def steps(
     plain = identity - chain.logp.exp().unsqueeze(-2)
     score = weight.unsqueeze(-1) * plain
     if estimator.centering is not None:
-
-        def weigh(ratios: Tensor) -> Tensor:
-            out = torch.ones_like(ratios)
-            for correction in estimator.corrections:
-                out = out * correction.map(ratios, advantage)
-            return out
-
-        head = estimator.centering(chain.logp, chain.behavior_logp, weigh)
+        head = center(estimator, chain.logp, chain.behavior_logp, advantage.view(1))
         score = score - torch.einsum("psv,psvk->psk", head, plain).unsqueeze(-2)
     return Steps(kernel=kernel, score=score, factor=factor**power)
 
