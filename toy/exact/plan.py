@@ -151,11 +151,16 @@ RUNS: dict[str, Callable[[Estimator, Any, int], Moments]] = {
 }
 
 
+def _meets(engine: str, problem: Site) -> bool:
+    """Whether an engine is for this kind of problem: one for chains, the others for trees."""
+    return isinstance(problem, Chain) == (engine == "transfer")
+
+
 def consider(
     engine: str, estimator: Estimator, problem: Site, group_size: int, *, budget: float = BUDGET
 ) -> Option:
     """What one exact engine says about an estimator on a problem."""
-    if isinstance(problem, Chain) != (engine == "transfer"):
+    if not _meets(engine, problem):
         kind = "automaton states" if engine == "transfer" else "a tree of prefixes"
         return Option(engine=engine, refusal=f"it serves policies with {kind}", cost=0.0)
     why, cost = OPTIONS[engine](estimator, problem, group_size)
@@ -166,7 +171,7 @@ def consider(
 
 def options(estimator: Estimator, problem: Site, group_size: int) -> list[Option]:
     """What each exact engine says about an estimator on a problem."""
-    served = [e for e in OPTIONS if isinstance(problem, Chain) == (e == "transfer")]
+    served = [engine for engine in OPTIONS if _meets(engine, problem)]
     return [consider(engine, estimator, problem, group_size) for engine in served]
 
 

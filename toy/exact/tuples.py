@@ -219,9 +219,9 @@ def every_multiset(problem: Problem, group_size: int) -> Iterator[Draw]:
         yield groups[which], probability[p, which].prod(-1)
 
 
-def by_prompt(problem: Problem, run: object) -> Moments:
+def by_prompt(problem: Problem, run: Callable[[Problem], Moments]) -> Moments:
     """Moments of a mean over prompts from those of each prompt alone."""
-    parts = [run(problem.select(p)) for p in range(problem.prompts)]  # type: ignore[operator]
+    parts = [run(problem.select(p)) for p in range(problem.prompts)]
     n = problem.prompts
     return Moments(
         mean=torch.cat([part.mean for part in parts]) / n,
@@ -240,9 +240,14 @@ def multisets(estimator: Estimator, problem: Problem, group_size: int) -> Moment
     return _separately(estimator, problem, group_size, every_multiset)
 
 
-def _separately(estimator: Estimator, problem: Problem, group_size: int, draw: object) -> Moments:
+def _separately(
+    estimator: Estimator,
+    problem: Problem,
+    group_size: int,
+    draw: Callable[[Problem, int], Iterable[Draw]],
+) -> Moments:
     def run(part: Problem) -> Moments:
-        return listed(estimator, part, draw(part, group_size))  # type: ignore[operator]
+        return listed(estimator, part, draw(part, group_size))
 
     return run(problem) if estimator.scope == "batch" else by_prompt(problem, run)
 
