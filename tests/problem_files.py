@@ -66,6 +66,30 @@ def pair():
     return document(3, 1, 2, [(current, behind, lambda k: [1.0, -1.0, 0.5][k % 3]), second])
 
 
+def scattered(rng):
+    """A random small file: any stop token or none, one or two prompts, rewards of several kinds."""
+    vocab, horizon = rng.choice(((2, 1), (3, 1), (2, 2), (3, 2)))
+    stop = rng.choice((None, *range(vocab)))
+    count = 1 if (vocab, horizon) == (3, 2) else rng.choice((1, 2))
+    reward = rng.choice(
+        (
+            lambda k: 2.0 * (k % 2) - 1,
+            lambda k: float(k % 2),
+            lambda k: rng.gauss(0, 1),
+            lambda k: (k % 3) / 2,
+        )
+    )
+
+    def prompt():
+        policy = {(n, v): rng.gauss(0, 1) for n in range(vocab**horizon) for v in range(vocab)}
+        apart = {place: z + rng.gauss(0, 0.7) for place, z in policy.items()}
+        chosen = rng.choice((None, apart))
+        behavior = None if chosen is None else lambda n, v: chosen[n, v]
+        return lambda n, v: policy[n, v], behavior, reward
+
+    return document(vocab, stop, horizon, [prompt() for _ in range(count)])
+
+
 def write(folder, data, name="problem.json"):
     path = folder / name
     path.write_text(data if isinstance(data, str) else json.dumps(data))
