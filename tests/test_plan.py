@@ -6,17 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import assert_close, refused
+from checks import assert_apart, assert_close, refused
 from problem_strategies import typical
 
 from windage.estimators.admission import veto, zero_variance
 from windage.estimators.advantage import batch_std
 from windage.estimators.catalogue import CATALOGUE, get
-from windage.estimators.correction import Correction, ratio, token, trajectory
+from windage.estimators.correction import Correction, ratio, token, trajectory, truncate
 from windage.estimators.member import use
 from windage.estimators.penalty import entropy
+from windage.toy.behavior import with_behavior
+from windage.toy.chains import reasoning
 from windage.toy.exact.moments import Undefined
-from windage.toy.exact.plan import BUDGET, OPTIONS, exact, options, plan, seeded, undefined
+from windage.toy.exact.plan import (
+    BUDGET,
+    FIRST_PASS,
+    OPTIONS,
+    exact,
+    options,
+    plan,
+    seeded,
+    undefined,
+)
 from windage.toy.problems import Problem, Tree, make
 
 SERVES = {
@@ -155,16 +166,6 @@ def test_statistics_of_the_batch_are_listed() -> None:
     [
         (get("ppo"), 4, "needs values"),
         (get("grpo", coefficient=0.04), 4, "needs a reference policy"),
-        (
-            replace(
-                get("rloo"),
-                corrections=(
-                    Correction(reach=use(token), map=use(ratio), denominator="proximal_logp"),
-                ),
-            ),
-            4,
-            "needs a proximal policy",
-        ),
         (get("rloo"), 1, "group 0 has size 1; rloo needs groups of at least 2"),
     ],
 )
@@ -174,6 +175,38 @@ def test_what_has_no_meaning_is_undefined_with_the_reason(
     assert words in str(undefined(estimator, typical(), group_size))  # type: ignore[arg-type]
     with refused(words, error=Undefined):
         exact(estimator, typical(), group_size, "tuples")  # type: ignore[arg-type]
+
+
+def test_without_a_proximal_policy_the_policy_stands_in_and_the_plan_says_so() -> None:
+    decoupled = replace(
+        get("rloo"),
+        corrections=(Correction(reach=use(token), map=use(ratio), numerator="proximal_logp"),),
+    )
+    problem = typical()
+    assert undefined(decoupled, problem, 2) is None
+    assert FIRST_PASS in plan(decoupled, problem, 2).reason
+    assert FIRST_PASS not in plan(get("token_is"), problem, 2).reason
+    given = replace(problem, proximal_logp=problem.behavior_logp)
+    assert FIRST_PASS not in plan(decoupled, given, 2).reason
+    for engine in ("prefix_tree", "tuples"):
+        found = exact(decoupled, problem, 2, engine)
+        assert_close(found.mean, exact(get("token_is"), problem, 2, engine).mean)
+        assert_close(
+            exact(decoupled, given, 2, engine).mean, exact(get("rloo"), problem, 2, engine).mean
+        )
+        assert_apart(found.mean, exact(decoupled, given, 2, engine).mean)
+
+
+def test_a_chain_is_its_own_proximal_policy() -> None:
+    chain = with_behavior(reasoning(8), "noise", sigma=0.3)
+    decoupled = tuple(
+        Correction(reach=use(token), map=use(truncate, cap=1.1), numerator=n, denominator=d)
+        for n, d in (("proximal_logp", "behavior_logp"), ("logp", "proximal_logp"))
+    )
+    found = exact(replace(get("rloo"), corrections=decoupled), chain, 4)
+    same = exact(get("token_tis", cap=1.1), chain, 4)
+    assert_close(found.mean, same.mean)
+    assert_close(found.variance, same.variance)
 
 
 @pytest.mark.parametrize("name", ["reinforce", "topr", "positives_only", "naive", "tis_both_signs"])

@@ -142,6 +142,9 @@ class Problem:
         rewards: of each response.
         lengths: tokens of each response, forced ones included.
         sha256: of the file it came from.
+        proximal_logp: log-probabilities of the policy before the first pass over a batch; None: the
+            policy itself.
+        reference_logp: log-probabilities of the policy that penalties look back at; None: absent.
     """
 
     name: str
@@ -151,6 +154,8 @@ class Problem:
     rewards: Float[Tensor, "P M"]
     lengths: Int[Tensor, "P M"]
     sha256: str | None = None
+    proximal_logp: Float[Tensor, "P N V"] | None = None
+    reference_logp: Float[Tensor, "P N V"] | None = None
 
     @property
     def prompts(self) -> int:
@@ -204,6 +209,8 @@ class Problem:
             behavior_logp=self.behavior_logp[one],
             rewards=self.rewards[one],
             lengths=self.lengths[one],
+            proximal_logp=None if self.proximal_logp is None else self.proximal_logp[one],
+            reference_logp=None if self.reference_logp is None else self.reference_logp[one],
         )
 
     def on_policy(self) -> Problem:

@@ -31,6 +31,7 @@ from windage.toy.exact.plan import (
     PATIENCE,
     Plan,
     Site,
+    assumed,
     consider,
     exact,
     plan,
@@ -301,7 +302,7 @@ def _choose(estimator: Estimator, problem: Site, group_size: int, engine: str) -
             raise Undefined(f"engine {engine} is not valid: {option.refusal}")
     elif engine != "sampling":
         raise Undefined(f"engine {engine} does not serve {estimator.name}")
-    return Plan(engine=engine, reason="asked for")
+    return Plan(engine=engine, reason="asked for" + assumed(estimator, problem))
 
 
 def _measure(

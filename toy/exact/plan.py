@@ -45,12 +45,8 @@ class Plan:
     reason: str
 
 
-LACKS = {
-    "values": "values",
-    "reference_logp": "a reference policy",
-    "proximal_logp": "a proximal policy",
-    "elapsed": "times",
-}
+LACKS = {"values": "values", "reference_logp": "a reference policy", "elapsed": "times"}
+FIRST_PASS = "the proximal policy is the policy itself, as in the first pass over a batch"
 INERT = {"versions", "truncated", "elapsed"}
 
 
@@ -58,11 +54,24 @@ def undefined(estimator: Estimator, problem: Site, group_size: int) -> str | Non
     """Why an estimator has no meaning on a problem at all, or None."""
     needs = replace(estimator, admission=()).needs
     for field, words in LACKS.items():
-        if field in needs:
+        if field in needs and getattr(problem, field, None) is None:
             return f"needs {words}, which a problem does not have"
     if estimator.advantage.traits.scope != "response" and group_size < 2:
         return f"group 0 has size {group_size}; {estimator.name} needs groups of at least 2"
     return None
+
+
+def assumed(estimator: Estimator, problem: Site) -> str:
+    """What a row takes for granted where the problem does not say it, after a semicolon.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> from windage.toy.problems import bandit
+        >>> assumed(get("rloo"), bandit())
+        ''
+    """
+    given = getattr(problem, "proximal_logp", None) is not None
+    return f"; {FIRST_PASS}" if "proximal_logp" in estimator.needs and not given else ""
 
 
 def _recursion(estimator: Estimator) -> str | None:
@@ -193,9 +202,11 @@ def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
         why = "; ".join(f"{o.engine}: {o.refusal}" for o in found)
         if isinstance(problem, Chain):
             raise Undefined(f"no exact engine ({why}), and chains are not sampled")
-        return Plan(engine="sampling", reason=f"no exact engine ({why})")
+        reason = f"no exact engine ({why})"
+        return Plan(engine="sampling", reason=reason + assumed(estimator, problem))
     best = min(valid, key=lambda o: o.cost)
-    return Plan(engine=best.engine, reason=f"touches about {best.cost:.1e} numbers, the fewest")
+    reason = f"touches about {best.cost:.1e} numbers, the fewest"
+    return Plan(engine=best.engine, reason=reason + assumed(estimator, problem))
 
 
 def exact(

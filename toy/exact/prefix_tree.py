@@ -55,6 +55,8 @@ class Walk:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tree: Tree = problem.tree
+        self._ratios: dict[tuple[str, str], Tensor] = {}
+        self._paths: dict[tuple[str, str], Tensor] = {}
         self._visits: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
@@ -74,6 +76,20 @@ class Walk:
         """Log-ratio of policy to sampler at each token, 0 where it is never drawn."""
         return _zero_unless(self.behavior, self.problem.logp - self.problem.behavior_logp)
 
+    def log_ratio_of(self, numerator: str, denominator: str) -> Float[Tensor, "P N V"]:
+        """Log-ratio of two of the problem's policies, by their fields, 0 where never drawn.
+
+        Without a proximal policy the policy itself stands in: the first pass over a batch.
+        """
+        pair = numerator, denominator
+        if pair == ("logp", "behavior_logp"):
+            return self.log_ratio
+        if pair not in self._ratios:
+            first, second = (getattr(self.problem, name) for name in pair)
+            first, second = (self.problem.logp if x is None else x for x in (first, second))
+            self._ratios[pair] = _zero_unless(self.behavior, first - second)
+        return self._ratios[pair]
+
     def _descend(self, root: Tensor, step: Tensor, combine: Callable[..., Tensor]) -> Tensor:
         """Sums or products along paths, at each token: `[P N V]`."""
         if self.tree.horizon == 1:
@@ -92,11 +108,19 @@ class Walk:
         one = self.behavior.new_ones((self.problem.prompts, 1))
         return self._descend(one, self.behavior, torch.mul)
 
-    @cached_property
+    @property
     def path_ratio(self) -> Float[Tensor, "P N V"]:
+        """Log-ratio of policy to sampler, summed up to and including each token."""
+        return self.path_ratio_of("logp", "behavior_logp")
+
+    def path_ratio_of(self, numerator: str, denominator: str) -> Float[Tensor, "P N V"]:
         """Log-ratio summed up to and including each token; 0 where the path is never drawn."""
-        zero = self.behavior.new_zeros((self.problem.prompts, 1))
-        return _zero_unless(self.flow, self._descend(zero, self.log_ratio, torch.add))
+        pair = numerator, denominator
+        if pair not in self._paths:
+            zero = self.behavior.new_zeros((self.problem.prompts, 1))
+            summed = self._descend(zero, self.log_ratio_of(*pair), torch.add)
+            self._paths[pair] = _zero_unless(self.flow, summed)
+        return self._paths[pair]
 
     @cached_property
     def leaf_flow(self) -> Float[Tensor, "P M"]:
@@ -192,7 +216,7 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | N
         leaf: a factor of each response, such as the aggregation's; None is 1.
 
     Raises:
-        NotImplementedError: a reach or a pair of policies that trees do not know.
+        NotImplementedError: a reach that trees do not know, or a suffix of the proximal policy.
     """
     node: Tensor | None = None
     tail: Member | None = None
@@ -200,20 +224,19 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | N
     for correction in estimator.corrections:
         if correction.idle:
             continue
-        if (correction.numerator, correction.denominator) != ("logp", "behavior_logp"):
-            raise NotImplementedError(f"{estimator.name}: a problem has no proximal policy")
+        pair = correction.numerator, correction.denominator
         reach = correction.reach.function
         if reach in (token, prefix):
-            effective = walk.log_ratio if reach is token else walk.path_ratio
+            effective = walk.log_ratio_of(*pair) if reach is token else walk.path_ratio_of(*pair)
             weight = correction.map(effective, advantage)
             node = weight if node is None else node * weight
         elif reach in (trajectory, geometric):
-            effective = walk.at_leaves(walk.path_ratio)
+            effective = walk.at_leaves(walk.path_ratio_of(*pair))
             if reach is geometric:
                 effective = effective / walk.problem.lengths
             weight = correction.map(effective, advantage)
             leaf = weight if leaf is None else leaf * weight
-        elif reach is suffix and tail is None:
+        elif reach is suffix and tail is None and pair == ("logp", "behavior_logp"):
             tail = correction.map
         else:
             raise NotImplementedError(f"{estimator.name}: no recursion for {correction.describe()}")

@@ -196,19 +196,22 @@ def steps(
 
     Args:
         estimator: its corrections' maps are called on the log-ratios of every state's tokens.
-        chain: sampler and policy.
+        chain: sampler and policy, which is its own proximal policy.
         sign: of the advantage.
         power: 1 for the mean, 2 for the squared norm: of whole-response ratios in the kernel.
         factor: of a response of each length, for the mean.
     """
     mu = chain.behavior_logp.exp()
     seen = mu > 0
-    x = torch.where(seen, chain.logp - chain.behavior_logp, 0.0)
-    advantage = x.new_tensor(sign)
+    now = chain.logp
+    policies = {"logp": now, "proximal_logp": now, "behavior_logp": chain.behavior_logp}
+    advantage = mu.new_tensor(sign)
     kernel, weight = mu, torch.ones_like(mu)
     for correction in estimator.corrections:
         if correction.idle:
             continue
+        ratios = policies[correction.numerator] - policies[correction.denominator]
+        x = torch.where(seen, ratios, 0.0)
         if correction.reach.function is trajectory and correction.map.function is ratio:
             kernel = kernel * correction.map(x, advantage).pow(power)
         else:

@@ -86,11 +86,20 @@ class Responses:
         self.real = self.prefix >= 0
         flat = self.prefix.clamp(min=0) * problem.tree.vocab + tokens.clamp(min=0)
         self.parameter = torch.where(self.real, flat, 0)
-        logp = problem.logp.flatten(1)[:, self.parameter]
-        self.logp = torch.where(self.real, logp, 0.0)
-        ratio = self.walk.log_ratio.flatten(1)[:, self.parameter]
-        self.behavior_logp = torch.where(self.real, logp - ratio, 0.0)
+        self.logp = torch.where(self.real, problem.logp.flatten(1)[:, self.parameter], 0.0)
+        self.behavior_logp = self.logp - self._ratio("logp", "behavior_logp")
+        self.proximal_logp = self.logp
+        if problem.proximal_logp is not None:
+            self.proximal_logp = self.logp - self._ratio("logp", "proximal_logp")
+        self.reference_logp: Tensor | None = None
+        if problem.reference_logp is not None:
+            self.reference_logp = self.logp - self._ratio("logp", "reference_logp")
         self.mask = torch.arange(self.prefix.shape[1]) < problem.lengths.unsqueeze(-1)
+
+    def _ratio(self, numerator: str, denominator: str) -> Float[Tensor, "P M T"]:
+        """Log-ratios along the responses, 0 after the end and where a token is never drawn."""
+        ratio = self.walk.log_ratio_of(numerator, denominator)
+        return torch.where(self.real, ratio.flatten(1)[:, self.parameter], 0.0)
 
     def batch(self, index: Int[Tensor, "M P G"], *, head: bool) -> Batch:
         """The batch that holds the responses of the given numbers."""
@@ -107,6 +116,8 @@ class Responses:
             mask=self.mask[p, index],
             logp=self.logp[p, index],
             behavior_logp=self.behavior_logp[p, index],
+            proximal_logp=self.proximal_logp[p, index],
+            reference_logp=None if self.reference_logp is None else self.reference_logp[p, index],
             **heads,
         )
 
