@@ -72,7 +72,7 @@ from windage.estimators.penalty import (
 )
 from windage.toy.behavior import with_behavior
 from windage.toy.exact.plan import exact
-from windage.toy.exact.prefix_tree import pull_back
+from windage.toy.exact.walk import pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Tree, make
 

@@ -12,7 +12,7 @@ from windage.estimators.correction import Correction, clip, taper, tapered, traj
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import use
 from windage.toy import learning
-from windage.toy.exact.prefix_tree import by_response
+from windage.toy.exact.affine import by_response
 from windage.toy.learning import clip_norm, expected_update, first_step, flow, marks, path
 from windage.toy.problems import Tree, make
 

@@ -17,18 +17,11 @@ from windage.estimators.catalogue import get
 from windage.estimators.correction import Correction, keep, prefix, ratio, token, trajectory
 from windage.estimators.member import use
 from windage.toy.behavior import with_behavior
+from windage.toy.exact.affine import affine_coefficients
 from windage.toy.exact.plan import exact
-from windage.toy.exact.prefix_tree import (
-    Walk,
-    affine_coefficients,
-    conditional,
-    dot,
-    pull_back,
-    response_moments,
-    response_scale,
-    tree_weights,
-)
+from windage.toy.exact.prefix_tree import response_moments, response_scale, tree_weights
 from windage.toy.exact.tuples import Responses
+from windage.toy.exact.walk import Walk, conditional, dot, pull_back
 from windage.toy.objective import PLAIN, objective
 from windage.toy.problems import Problem, Tree, make, token_tree
 

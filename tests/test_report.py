@@ -25,7 +25,7 @@ from windage.estimators.batch import Batch
 from windage.estimators.catalogue import CATALOGUE, ENTRIES
 from windage.estimators.estimator import coefficients
 from windage.toy.behavior import with_behavior
-from windage.toy.exact.prefix_tree import Walk
+from windage.toy.exact.walk import Walk
 from windage.toy.objective import objective
 
 SMALL = {"estimators": (("rloo", {}), ("ppo", {}), ("grpo", {}), ("trajectory_is", {}))}

@@ -22,7 +22,7 @@ from scipy.integrate import solve_ivp
 from torch import Tensor
 
 from windage.estimators.estimator import Estimator
-from windage.toy.exact.prefix_tree import pull_back
+from windage.toy.exact.walk import pull_back
 
 Update = Callable[[Tensor, int], Tensor]
 

@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from windage.toy.chains import Chain
-from windage.toy.exact.prefix_tree import Walk, Weights, dot, response_moments
+from windage.toy.exact.prefix_tree import Weights, response_moments
+from windage.toy.exact.walk import Walk, dot
 from windage.toy.problems import Problem
 
 PLAIN = Weights(node=None, leaf=None, suffix=None, centered=None)

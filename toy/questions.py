@@ -21,7 +21,7 @@ from torch import Tensor
 
 from windage.estimators.batch import Batch
 from windage.estimators.estimator import Estimator, coefficients
-from windage.toy.exact.prefix_tree import pull_back
+from windage.toy.exact.walk import pull_back
 from windage.toy.learning import Update
 
 RIGHT, WRONG, INVALID = 3, 27, 30

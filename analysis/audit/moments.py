@@ -17,8 +17,8 @@ from windage.estimators.advantage import constant
 from windage.estimators.claims import Claim
 from windage.estimators.estimator import Estimator
 from windage.toy.exact.moments import Moments
-from windage.toy.exact.prefix_tree import Walk, pull_back
 from windage.toy.exact.tuples import every_multiset
+from windage.toy.exact.walk import Walk, pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Problem, Tree, make
 

@@ -42,7 +42,7 @@ from windage.estimators.correction import band as within
 from windage.estimators.correction import geometric, none, ratio, token, truncate
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member, use
-from windage.toy.exact.prefix_tree import Walk, pull_back
+from windage.toy.exact.walk import Walk, pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
 

@@ -33,7 +33,7 @@ from windage.estimators.catalogue import get
 from windage.estimators.correction import geometric, ratio, taper, token, trajectory
 from windage.estimators.estimator import Estimator, coefficients, surrogate
 from windage.estimators.member import Member, use
-from windage.toy.exact.prefix_tree import Walk, conditional, pull_back
+from windage.toy.exact.walk import Walk, conditional, pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
 

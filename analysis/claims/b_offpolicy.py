@@ -40,7 +40,7 @@ from windage.estimators.advantage import group_mean, group_std
 from windage.estimators.catalogue import get
 from windage.estimators.member import use
 from windage.toy.behavior import with_behavior
-from windage.toy.exact.prefix_tree import Walk, conditional, pull_back
+from windage.toy.exact.walk import Walk, conditional, pull_back
 from windage.toy.objective import objective
 from windage.toy.problems import Problem
 

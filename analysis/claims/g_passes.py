@@ -31,8 +31,8 @@ from windage.estimators.aggregation import token_mean
 from windage.estimators.correction import clip, ratio, token
 from windage.estimators.estimator import Estimator, coefficients
 from windage.estimators.member import use
-from windage.toy.exact.prefix_tree import Walk
 from windage.toy.exact.tuples import Responses
+from windage.toy.exact.walk import Walk
 from windage.toy.pipeline import Line, lognormal, overlapped, synchronous
 from windage.toy.problems import Problem
 from windage.toy.sampling import draw

@@ -18,8 +18,8 @@ from windage.estimators.estimator import Coefficients, Estimator, batch_terms, t
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import exact
-from windage.toy.exact.prefix_tree import Walk, conditional, pull_back
 from windage.toy.exact.tuples import Draw, Edit, Responses, every_tuple, listed
+from windage.toy.exact.walk import Walk, conditional, pull_back
 from windage.toy.objective import Objective, objective
 from windage.toy.problems import Problem
 

@@ -14,7 +14,7 @@ from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.correction import clip, tapered, trajectory
 from windage.estimators.estimator import Estimator, coefficients
-from windage.toy.exact.prefix_tree import pull_back
+from windage.toy.exact.walk import pull_back
 from windage.toy.learning import Update, expected_update
 
 NAIVE, TOPR = get("naive"), get("topr")

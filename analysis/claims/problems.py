@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from windage.toy.exact.prefix_tree import Walk
+from windage.toy.exact.walk import Walk
 from windage.toy.problems import Problem, Tree, make
 
 NEVER = -1000.0  # a logit whose probability is 0 in float64

@@ -40,7 +40,7 @@ from windage.analysis.claims.problems import deck
 from windage.analysis.claims.t_naive import START
 from windage.estimators.batch import Batch
 from windage.estimators.estimator import Estimator, coefficients
-from windage.toy.exact.prefix_tree import pull_back
+from windage.toy.exact.walk import pull_back
 from windage.toy.learning import flow, marks, path
 
 FIVE = "Section 5"

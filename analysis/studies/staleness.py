@@ -23,7 +23,7 @@ from windage.analysis.studies.study import SCHEMA, about_objective, about_proble
 from windage.estimators.catalogue import ENTRIES
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
-from windage.toy.exact.prefix_tree import Walk
+from windage.toy.exact.walk import Walk
 from windage.toy.objective import Objective, objective
 from windage.toy.problems import Problem, Tree, make
 

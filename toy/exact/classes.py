@@ -27,14 +27,9 @@ from torch.nn.functional import conv1d
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.prefix_tree import (
-    Walk,
-    reads_sign,
-    response_moments,
-    response_scale,
-    tree_weights,
-)
+from windage.toy.exact.prefix_tree import reads_sign, response_moments, response_scale, tree_weights
 from windage.toy.exact.tuples import compositions, spread, ways
+from windage.toy.exact.walk import Walk
 from windage.toy.problems import Problem
 
 # Tables of fewer cells are kept between calls: they depend on reward values only.

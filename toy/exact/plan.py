@@ -11,9 +11,9 @@ import torch
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
 from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
+from windage.toy.exact.affine import affine, by_response
 from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.prefix_tree import affine, by_response
 from windage.toy.exact.transfer import automaton, cells, refusal
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem

@@ -31,9 +31,10 @@ from windage.estimators.correction import ratio, token, trajectory
 from windage.estimators.estimator import Estimator, center
 from windage.estimators.member import Member
 from windage.toy.chains import Chain
+from windage.toy.exact.affine import affine_moments
 from windage.toy.exact.classes import Contributions, Groups, combine, signs
 from windage.toy.exact.moments import Moments
-from windage.toy.exact.prefix_tree import affine_moments, reads_sign
+from windage.toy.exact.prefix_tree import reads_sign
 from windage.toy.objective import Objective, objective
 
 FAR = 40.0

@@ -21,7 +21,7 @@ from windage.estimators.batch import Batch
 from windage.estimators.estimator import Estimator, coefficients
 from windage.estimators.member import use
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.prefix_tree import Walk, pull_back
+from windage.toy.exact.walk import Walk, pull_back
 from windage.toy.problems import Problem
 
 CELLS = 4_000_000

@@ -1,0 +1,109 @@
+"""Moments of a batch from those of one response, where advantages are affine in the rewards.
+
+An advantage alpha (r_i - c) + beta (sum of the siblings' r_j - c) + gamma needs the features 1,
+r - c and (r - c)^2 of one response only, whatever the group size and the number of rewards.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from windage.estimators.estimator import Estimator
+from windage.estimators.member import Member
+from windage.toy.exact.moments import Moments
+from windage.toy.exact.prefix_tree import reads_sign, response_moments, response_scale, tree_weights
+from windage.toy.exact.walk import Walk, dot
+from windage.toy.problems import Problem
+
+
+def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
+    """Mean and variance where the advantage is affine in the rewards and no map reads its sign."""
+    walk = Walk(problem)
+    scale, leaf = response_scale(estimator.aggregation, problem, group_size)
+    weights = tree_weights(estimator, walk, 1.0, leaf)
+    center = dot(walk.leaf_flow, problem.rewards).mean()
+    r = problem.rewards - center
+    powers = (None, r, r.square())
+    x, q = response_moments(walk, weights, 1.0, powers, powers)
+    first, second = (dot(walk.leaf_flow, f) for f in powers[1:])
+    law = (float(center), first, second)
+    return affine_moments(estimator.advantage, group_size, scale, law, x, q)
+
+
+def by_response(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
+    """Mean and variance where the advantage looks at its own response only."""
+    walk = Walk(problem)
+    scale, leaf = response_scale(estimator.aggregation, problem, group_size)
+    advantages = estimator.advantage(problem.rewards, torch.ones_like(problem.rewards).bool())
+    split = [(1.0, advantages)]
+    if reads_sign(estimator):
+        split = [(1.0, advantages.clamp(min=0)), (-1.0, advantages.clamp(max=0))]
+    parts = []
+    for sign, mine in split:
+        weights = tree_weights(estimator, walk, sign, leaf)
+        wanted = (mine, None) if sign > 0 else (mine,)
+        parts.append(response_moments(walk, weights, sign, wanted, (mine.square(),)))
+    (mean, drift), (norm,) = parts[0]
+    for (more,), (again,) in parts[1:]:
+        mean, norm = mean + more, norm + again
+    g = float(group_size)
+    variance = scale**2 * g * (norm - dot(mean, mean)).sum()
+    return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * drift)
+
+
+def affine_coefficients(advantage: Member, group_size: int, center: float) -> tuple[float, ...]:
+    """Read alpha, beta, gamma of A_i = alpha (r_i - c) + beta sum of others' (r_j - c) + gamma."""
+    rewards = torch.zeros((3, 1, group_size), dtype=torch.float64)
+    rewards[1, 0, 0] = 1.0
+    rewards[2] = center
+    present = torch.ones_like(rewards, dtype=torch.bool)
+    base, probe, middle = advantage(rewards, present).squeeze(1).tolist()
+    beta = probe[1] - base[1] if group_size > 1 else 0.0
+    return probe[0] - base[0], beta, middle[0]
+
+
+def affine_moments(
+    advantage: Member,
+    group_size: int,
+    scale: float,
+    law: tuple[float, Float[Tensor, " P"], Float[Tensor, " P"]],
+    x: Float[Tensor, "3 P N V"],
+    q: Float[Tensor, "3 P"],
+) -> Moments:
+    """Moments of a batch from those of one response with the features 1, r - c and (r - c)^2.
+
+    Args:
+        advantage: affine in the rewards of the group.
+        group_size: responses of a group.
+        scale: coefficient of every response.
+        law: the number c, and the first two moments of r - c under the sampler.
+        x: E[f x] of one response for each feature f.
+        q: E[f |x|^2], likewise.
+    """
+    center, first, second = law
+    alpha, beta, gamma = affine_coefficients(advantage, group_size, center)
+    g = float(group_size)
+
+    def siblings(count: float) -> tuple[Tensor, Tensor]:
+        """First two moments of beta * (sum of `count` siblings' rewards) + gamma."""
+        mean = beta * count * first + gamma
+        spread = beta**2 * count * (second - first.square())
+        return mean, mean.square() + spread
+
+    flat = x.flatten(2)
+    gram = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).permute(1, 2, 0)
+    u1, u2 = siblings(g - 1)
+    mean = alpha * x[1] + u1[:, None, None] * x[0]
+    square = g * (alpha**2 * q[2] + 2 * alpha * u1 * q[1] + u2 * q[0])
+    if group_size > 1:
+        v1, v2 = siblings(g - 2)
+        square = square + g * (g - 1) * (
+            (alpha**2 + beta**2) * gram[1, 1]
+            + 2 * alpha * beta * gram[2, 0]
+            + 2 * (alpha + beta) * v1 * gram[1, 0]
+            + v2 * gram[0, 0]
+        )
+    variance = scale**2 * (square - g**2 * dot(mean, mean)).sum()
+    return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * x[0])

@@ -1,0 +1,195 @@
+"""The sampler's measure on a problem's tree: flow, log-ratios along paths, sums over responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from windage.toy.problems import Problem, Tree
+
+
+def pull_back(
+    visits: Float[Tensor, "*batch N V"],
+    probability: Float[Tensor, "*#batch N V"],
+    *,
+    out: Tensor | None = None,
+) -> Float[Tensor, "*batch N V"]:
+    """Sum of coefficient times score by the logits of each prefix: c - pi * sum(c).
+
+    Example:
+        >>> pull_back(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.25, 0.75]]))
+        tensor([[ 0.7500, -0.7500]])
+    """
+    return torch.addcmul(visits, probability, visits.sum(-1, keepdim=True), value=-1.0, out=out)
+
+
+def dot(a: Float[Tensor, "P ..."], b: Float[Tensor, "P ..."]) -> Float[Tensor, " P"]:
+    """Inner product, prompt by prompt."""
+    return torch.bmm(a.flatten(1).unsqueeze(1), b.flatten(1).unsqueeze(2)).view(-1)
+
+
+@final
+class Walk:
+    """The sampler's measure on a problem's tree and the log-ratios along it, each made when asked.
+
+    A token, prefix or response counts as never drawn where its behavior probability is 0 in
+    float64; its log-ratio is set to 0 there, so that nothing non-finite meets a zero.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.tree: Tree = problem.tree
+        self._ratios: dict[tuple[str, str], Tensor] = {}
+        self._paths: dict[tuple[str, str], Tensor] = {}
+        self._visits: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def probability(self) -> Float[Tensor, "P N V"]:
+        """Probability of each token under the policy."""
+        return self.problem.logp.exp()
+
+    @cached_property
+    def behavior(self) -> Float[Tensor, "P N V"]:
+        """Probability of each token under the sampler."""
+        if self.problem.behavior_logp is self.problem.logp:
+            return self.probability
+        return self.problem.behavior_logp.exp()
+
+    @cached_property
+    def log_ratio(self) -> Float[Tensor, "P N V"]:
+        """Log-ratio of policy to sampler at each token, 0 where it is never drawn."""
+        return _zero_unless(self.behavior, self.problem.logp - self.problem.behavior_logp)
+
+    def log_ratio_of(self, numerator: str, denominator: str) -> Float[Tensor, "P N V"]:
+        """Log-ratio of two of the problem's policies, by their fields, 0 where never drawn.
+
+        Without a proximal policy the policy itself stands in: the first pass over a batch.
+        """
+        pair = numerator, denominator
+        if pair == ("logp", "behavior_logp"):
+            return self.log_ratio
+        if pair not in self._ratios:
+            first, second = (getattr(self.problem, name) for name in pair)
+            first, second = (self.problem.logp if x is None else x for x in (first, second))
+            self._ratios[pair] = _zero_unless(self.behavior, first - second)
+        return self._ratios[pair]
+
+    def _descend(self, root: Tensor, step: Tensor, combine: Callable[..., Tensor]) -> Tensor:
+        """Sums or products along paths, at each token: `[P N V]`."""
+        if self.tree.horizon == 1:
+            return step
+        out = torch.empty_like(step)
+        for t in range(self.tree.horizon):
+            level = self.tree.level(t)
+            value = combine(root.unsqueeze(-1), step[:, level], out=out[:, level])
+            if t + 1 < self.tree.horizon:
+                root = self.tree.descend(value)
+        return out
+
+    @cached_property
+    def flow(self) -> Float[Tensor, "P N V"]:
+        """Probability under the sampler to reach each token."""
+        one = self.behavior.new_ones((self.problem.prompts, 1))
+        return self._descend(one, self.behavior, torch.mul)
+
+    @property
+    def path_ratio(self) -> Float[Tensor, "P N V"]:
+        """Log-ratio of policy to sampler, summed up to and including each token."""
+        return self.path_ratio_of("logp", "behavior_logp")
+
+    def path_ratio_of(self, numerator: str, denominator: str) -> Float[Tensor, "P N V"]:
+        """Log-ratio summed up to and including each token; 0 where the path is never drawn."""
+        pair = numerator, denominator
+        if pair not in self._paths:
+            zero = self.behavior.new_zeros((self.problem.prompts, 1))
+            summed = self._descend(zero, self.log_ratio_of(*pair), torch.add)
+            self._paths[pair] = _zero_unless(self.flow, summed)
+        return self._paths[pair]
+
+    @cached_property
+    def leaf_flow(self) -> Float[Tensor, "P M"]:
+        """Probability of each response under the sampler."""
+        return self.at_leaves(self.flow)
+
+    @cached_property
+    def leaf_probability(self) -> Float[Tensor, "P M"]:
+        """Probability of each response under the policy."""
+        one = self.probability.new_ones((self.problem.prompts, 1))
+        return self.at_leaves(self._descend(one, self.probability, torch.mul))
+
+    @cached_property
+    def score_norm(self) -> Float[Tensor, "P N V"]:
+        """Squared norm of each token's score: 1 - 2 pi + sum of pi^2."""
+        z = self.probability.square()
+        rest = 1 + z.sum(-1, keepdim=True)
+        return torch.mul(self.probability, -2, out=z).add_(rest)
+
+    def at_leaves(self, tokens: Float[Tensor, "P N V"]) -> Float[Tensor, "P M"]:
+        """Values at the last token of each response."""
+        tree = self.tree
+        last = tokens[:, tree.level(tree.horizon - 1)].flatten(1)
+        if tree.stop is None or tree.horizon == 1:
+            return last
+        early = [tokens[:, tree.level(t), tree.stop] for t in range(tree.horizon - 1)]
+        return torch.cat([*early, last], 1)
+
+    def leaf_level(self, leaves: Tensor, t: int) -> Tensor:
+        """Responses that end at level t, `[... n V]` at the horizon, else `[... n]`."""
+        here = leaves[..., self.tree.leaf_level(t)]
+        if t < self.tree.horizon - 1:
+            return here
+        return here.reshape(*here.shape[:-1], self.tree.going**t, self.tree.vocab)
+
+    def gather(self, leaves: Float[Tensor, "P M"]) -> Float[Tensor, "P N V"]:
+        """For each token the sum over the responses that pass it."""
+        tree = self.tree
+        here = self.leaf_level(leaves, tree.horizon - 1)
+        if tree.horizon == 1:
+            return here
+        out = leaves.new_empty((len(leaves), tree.prefixes, tree.vocab))
+        out[:, tree.level(tree.horizon - 1)] = here
+        for t in reversed(range(tree.horizon - 1)):
+            going = here.sum(-1).reshape(len(leaves), tree.going**t, tree.going)
+            here = tree.join(going, None if tree.stop is None else self.leaf_level(leaves, t))
+            out[:, tree.level(t)] = here
+        return out
+
+    def visits(self, feature: Float[Tensor, "P M"] | None) -> Float[Tensor, "P N V"]:
+        """Flow times E[f | token] for a function of the response, kept; None stands for 1."""
+        if feature is None:
+            return self.flow
+        if id(feature) not in self._visits:
+            self._visits[id(feature)] = feature, self.gather(self.leaf_flow * feature)
+        return self._visits[id(feature)][1]
+
+
+def _zero_unless(probability: Tensor, value: Tensor) -> Tensor:
+    """The value, 0 where the probability is 0."""
+    if probability.numel() == 0 or probability.amin() > 0:
+        return value
+    return value.masked_fill(probability <= 0, 0.0)
+
+
+def conditional(walk: Walk, features: Tensor) -> tuple[Tensor, Tensor]:
+    """E[f | token] and E[f | prefix] under the sampler, by recursion from the responses."""
+    tree = walk.tree
+    tokens: list[Tensor] = []
+    prefixes: list[Tensor] = []
+    for t in reversed(range(tree.horizon)):
+        here = (
+            walk.leaf_level(features, t) if t == tree.horizon - 1 or tree.stop is not None else None
+        )
+        if t < tree.horizon - 1:
+            shape = (*features.shape[:-1], tree.going**t, tree.going)
+            here = tree.join(prefixes[-1].reshape(shape), here)
+        assert here is not None
+        tokens.append(here)
+        prefixes.append((here * walk.behavior[:, tree.level(t)]).sum(-1))
+    if len(tokens) == 1:
+        return tokens[0], prefixes[0]
+    return torch.cat(tokens[::-1], -2), torch.cat(prefixes[::-1], -1)
