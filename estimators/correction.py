@@ -22,7 +22,8 @@ Differences:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -30,14 +31,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from windage.estimators.errors import ordered, positive, within
-from windage.estimators.member import Member, Scope, declare, use
+from windage.estimators.member import READS, SCOPES, Member, Reads, Scope, declare, use
 
 EDGE = 64
 
 
 @runtime_checkable
 class Reach(Protocol):
-    """Log-ratios of tokens to effective log-ratios; 0 where the mask is False on entry."""
+    """Log-ratios of tokens to effective log-ratios; 0 where the mask is False on entry.
+
+    One of scope group or batch is given `[*batch P G T]`.
+    """
 
     def __call__(
         self, log_ratio: Float[Tensor, "*batch T"], mask: Bool[Tensor, "*batch T"]
@@ -46,10 +50,17 @@ class Reach(Protocol):
 
 @runtime_checkable
 class Map(Protocol):
-    """Effective log-ratio and advantage to weight, element by element."""
+    """Effective log-ratio and advantage to weight, element by element.
+
+    What its traits name under `needs` (log-probabilities of the token, the mask) follows, shaped
+    like the first and 0 where the mask is False.  A map of scope batch looks at all tokens.
+    """
 
     def __call__(
-        self, effective: Float[Tensor, "*shape"], advantages: Float[Tensor, "*#shape"]
+        self,
+        effective: Float[Tensor, "*shape"],
+        advantages: Float[Tensor, "*#shape"],
+        *fields: Tensor,
     ) -> Float[Tensor, "*shape"]: ...
 
 
@@ -404,40 +415,113 @@ def tapered(
     return torch.where(weight == ratio_, ratio_, torch.where(weight > 0, beyond, 0.0))
 
 
+def token_fields(
+    logp: Float[Tensor, "*shape"], behavior_logp: Float[Tensor, "*shape"]
+) -> dict[str, Tensor]:
+    """What a map may ask for by name, of tokens that are all real.
+
+    Example:
+        >>> token_fields(torch.zeros(1), torch.zeros(1))["mask"]
+        tensor([True])
+    """
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    return {"logp": logp, "behavior_logp": behavior_logp, "mask": mask}
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     """A reach and a map, and which two policies the ratio compares.
 
-    w[p, g, t] = map(reach(numerator - denominator)[p, g, t], A[p, g])
+    w[p, g, t] = map(reach(before(numerator - denominator, A))[p, g, t], A[p, g], ...)
+
+    Args:
+        reach: log-ratios of tokens to effective log-ratios.
+        map: effective log-ratio and advantage to weight; what its traits name besides follows.
+        before: a map of log-ratio and advantage to log-ratio, applied to each token first; or None.
+        numerator, denominator: fields of the batch.
     """
 
     reach: Member = field(default_factory=lambda: use(token))
     map: Member = field(default_factory=lambda: use(none))
+    before: Member | None = None
     numerator: str = "logp"
     denominator: str = "behavior_logp"
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """The map, and the other two where they are there and read something or can be set."""
+        reach = (self.reach,) if self.reach.settings and not self.idle else ()
+        return (self.map, *reach, *(() if self.before is None else (self.before,)))
+
+    @property
     def scope(self) -> Scope:
-        return self.reach.traits.scope
+        """How far a weight reaches for information, over reach and map."""
+        scopes = (m.traits.scope for m in (self.reach, *self.members))
+        return max(scopes, key=SCOPES.index)
+
+    @property
+    def reads(self) -> Reads:
+        """What the weight uses of the advantage, over map and `before`."""
+        return max((m.traits.reads for m in self.members), key=READS.index)
+
+    def change(self, changed: Callable[[Member], Member]) -> Correction:
+        """The same correction with each of its members changed."""
+        before = None if self.before is None else changed(self.before)
+        return replace(self, reach=changed(self.reach), map=changed(self.map), before=before)
+
+    def weigh(
+        self,
+        effective: Float[Tensor, "*shape"],
+        advantages: Float[Tensor, "*#shape"],
+        fields: Callable[[str], Tensor],
+    ) -> Float[Tensor, "*shape"]:
+        """The map of an effective log-ratio, given what else it asks for by name.
+
+        Example:
+            >>> Correction(map=use(ratio)).weigh(torch.zeros(1), torch.ones(1), {}.__getitem__)
+            tensor([1.])
+        """
+        found: Tensor = self.map(effective, advantages, *(fields(n) for n in self.map.traits.needs))
+        return found
 
     def weights(
         self,
         log_ratio: Float[Tensor, "*batch T"],
         mask: Bool[Tensor, "*batch T"],
         advantages: Float[Tensor, "*#batch T_or_1"],
+        fields: Callable[[str], Tensor] | None = None,
     ) -> Float[Tensor, "*batch T"]:
-        """Weights of all tokens, 0 where the mask is False; what stands there does not matter."""
-        clean = torch.where(mask, log_ratio, torch.zeros_like(log_ratio))
-        weight = self.map(self.reach(clean, mask), advantages)
-        return torch.where(mask, weight, torch.zeros_like(weight))
+        """Weights of all tokens, 0 where the mask is False; what stands there does not matter.
+
+        Args:
+            log_ratio: of numerator to denominator.
+            mask: True on trainable tokens.
+            advantages: of responses or tokens.
+            fields: gives what the map asks for by name, shaped like the mask.
+        """
+        zero = torch.zeros_like(log_ratio)
+        clean = torch.where(mask, log_ratio, zero)
+        if self.before is not None:
+            clean = torch.where(mask, self.before(clean, advantages), zero)
+
+        def find(name: str) -> Tensor:
+            if name == "mask":
+                return mask
+            assert fields is not None, f"{self.map.name} needs {name}"
+            return torch.where(mask, fields(name), zero)
+
+        weight = self.weigh(self.reach(clean, mask), advantages, find)
+        return torch.where(mask, weight, zero)
 
     def describe(self) -> str:
         """`reach map(...)`, with the two policies where they are not current and behavior."""
-        words = self.map.describe() if self.idle else f"{self.reach.name} {self.map.describe()}"
-        if self.idle or (self.numerator, self.denominator) == ("logp", "behavior_logp"):
-            return words
-        return f"{words} of {self.numerator}/{self.denominator}"
+        words = [] if self.before is None else [self.before.describe()]
+        words += [] if self.idle else [self.reach.describe()]
+        words.append(self.map.describe())
+        if not self.idle and (self.numerator, self.denominator) != ("logp", "behavior_logp"):
+            words.append(f"of {self.numerator}/{self.denominator}")
+        return " ".join(words)
 
     @property
     def idle(self) -> bool:

@@ -15,8 +15,9 @@ Differences:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from windage.estimators.advantage import returns_to_go, terminal_rewards
 from windage.estimators.batch import Batch, log_ratio, promote
 from windage.estimators.claims import Claim
-from windage.estimators.correction import Correction
+from windage.estimators.correction import Correction, token_fields
 from windage.estimators.member import SCOPES, Member, Scope
 
 ABSENT, SURVIVOR = "absent", "single survivor of its group"
@@ -77,7 +78,7 @@ class Estimator:
         """Every member with settings, with the stage it serves."""
         return (
             ("advantage", self.advantage),
-            *(("correction", c.map) for c in self.corrections),
+            *(("correction", m) for c in self.corrections for m in c.members),
             ("aggregation", self.aggregation),
             *(("admission", m) for m in self.admission),
             *((("centering", self.centering),) if self.centering is not None else ()),
@@ -119,7 +120,7 @@ class Estimator:
         return replace(
             self,
             advantage=changed(self.advantage),
-            corrections=tuple(replace(c, map=changed(c.map)) for c in self.corrections),
+            corrections=tuple(c.change(changed) for c in self.corrections),
             aggregation=changed(self.aggregation),
             admission=tuple(changed(m) for m in self.admission),
             centering=None if self.centering is None else changed(self.centering),
@@ -164,6 +165,7 @@ class Estimator:
             "reference_ratio": ("logp", "reference_logp"),
             "log_ratio": ("logp", "behavior_logp"),
             "token_rewards": ("rewards",),
+            "advantages": (),
         }
         names = [field for name in names for field in derived.get(name, (name,))]
         for correction in self.corrections:
@@ -190,17 +192,23 @@ class Terms:
         scale: aggregation's coefficient of each response.
         reason: 0 where a response is admitted, else its place in `reasons` plus 1.
         reasons: names of what was not admitted and why.
+        weights: product of the corrections of scope batch; None: there are none, or not yet.
+        added: sum of the loss penalties of scope batch, likewise.
     """
 
     advantages: Float[Tensor, "*batch P G T_or_1"]
     scale: Float[Tensor, "*batch P G"]
     reason: Int[Tensor, "*batch P G"]
     reasons: tuple[str, ...]
+    weights: Float[Tensor, "*batch P G T"] | None = None
+    added: Float[Tensor, "*batch P G T"] | None = None
 
     def select(self, prompts: Any) -> Terms:
         """The terms of some prompts only."""
         return replace(
             self,
+            weights=None if self.weights is None else self.weights[..., prompts, :, :],
+            added=None if self.added is None else self.added[..., prompts, :, :],
             advantages=self.advantages[..., prompts, :, :],
             scale=self.scale[..., prompts, :],
             reason=self.reason[..., prompts, :],
@@ -255,8 +263,8 @@ def _derive(batch: Batch, name: str) -> Any:
         return log_ratio(batch.get("logp"), batch.get("behavior_logp"), batch.mask)
     if name == "reference_ratio":
         return log_ratio(batch.get("logp"), batch.get("reference_logp"), batch.mask)
-    if name == "logp":
-        return log_ratio(batch.get("logp"), torch.zeros_like(batch.get("logp")), batch.mask)
+    if name in ("logp", "behavior_logp"):
+        return log_ratio(batch.get(name), torch.zeros_like(batch.get(name)), batch.mask)
     return batch.get(name)
 
 
@@ -316,18 +324,41 @@ def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
             continue
         refused = ~_call(member, find) & (reason == 0)
         reason = torch.where(refused, len(reasons), reason)
-    return Terms(advantages=advantages, scale=scale, reason=reason, reasons=tuple(reasons))
+    terms = Terms(advantages=advantages, scale=scale, reason=reason, reasons=tuple(reasons))
+    wide = tuple(c for c in estimator.corrections if c.scope == "batch")
+    fines = tuple(m for m in _fines(estimator) if m.traits.scope == "batch")
+    return replace(
+        terms,
+        weights=_weights(wide, batch, advantages) if wide else None,
+        added=_added(fines, batch, advantages) if fines else None,
+    )
 
 
-def _weights(estimator: Estimator, batch: Batch, advantages: Tensor) -> Tensor:
+def _fines(estimator: Estimator) -> tuple[Member, ...]:
+    """Penalties in the loss."""
+    return tuple(m for m in estimator.active_penalties if m.traits.place == "loss")
+
+
+def _weights(corrections: Iterable[Correction], batch: Batch, advantages: Tensor) -> Tensor:
+    """Product of the weights of some corrections."""
     like = batch.rewards if batch.logp is None else batch.logp
     weights = batch.mask.to(promote(like).dtype)
-    for correction in estimator.corrections:
+    for correction in corrections:
         if not correction.idle:
             policies = batch.get(correction.numerator), batch.get(correction.denominator)
             ratio = log_ratio(*policies, batch.mask)
-            weights = weights * correction.weights(ratio, batch.mask, advantages)
+            find = partial(_derive, batch)
+            weights = weights * correction.weights(ratio, batch.mask, advantages, find)
     return weights
+
+
+def _added(penalties: Iterable[Member], batch: Batch, advantages: Tensor) -> Tensor:
+    """Sum of what some penalties in the loss add to a token, before the aggregation."""
+    total = torch.zeros_like(batch.mask, dtype=promote(batch.rewards).dtype)
+    for penalty in penalties:
+        term = _call(penalty, lambda n: advantages if n == "advantages" else _derive(batch, n))
+        total = total + torch.where(batch.mask, term, 0.0)
+    return total
 
 
 @torch.no_grad()
@@ -353,16 +384,22 @@ def token_coefficients(estimator: Estimator, terms: Terms, batch: Batch) -> Coef
         tensor([[[ 0.2500],
                  [-0.2500]]], dtype=torch.float64)
     """
-    weights = _weights(estimator, batch, terms.advantages)
+    coupled = terms.weights is not None
+    own_scope = [c for c in estimator.corrections if not (coupled and c.scope == "batch")]
+    weights = _weights(own_scope, batch, terms.advantages)
+    weights = weights if terms.weights is None else weights * terms.weights
     admitted = ((terms.reason == 0) & (terms.scale > 0)).unsqueeze(-1)
     scale = torch.where(admitted, terms.scale.unsqueeze(-1), 0.0).to(weights.dtype)
     factor = torch.where(admitted, terms.advantages * scale, 0.0).to(weights.dtype)
     inert = (factor == 0) | (weights == 0)
     own = torch.where(inert, torch.zeros_like(weights), factor * weights)
-    for penalty in estimator.active_penalties:
-        if penalty.traits.place == "loss":
-            term = _call(penalty, lambda n: _derive(batch, n))
-            own = own + torch.where(admitted & batch.mask, term * scale, 0.0).to(own.dtype)
+    fines = _fines(estimator)
+    if fines:
+        known = terms.added is not None
+        near = [m for m in fines if not (known and m.traits.scope == "batch")]
+        added = _added(near, batch, terms.advantages)
+        added = added if terms.added is None else added + terms.added
+        own = own + torch.where(admitted, added * scale, 0.0).to(own.dtype)
     head = None
     if estimator.centering is not None:
         sign = -factor.unsqueeze(-1)
@@ -398,10 +435,12 @@ def center(
         tensor([0.2000, 0.5000])
     """
 
+    fields = token_fields(head_logp, head_behavior_logp)
+
     def weigh(ratio: Tensor) -> Tensor:
         weight = torch.ones_like(ratio)
         for correction in estimator.corrections:
-            weight = weight * correction.map(ratio, advantages)
+            weight = weight * correction.weigh(ratio, advantages, fields.__getitem__)
         return weight
 
     assert estimator.centering is not None

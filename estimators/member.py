@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, final
 Scope = Literal["token", "response", "group", "batch"]
 Reads = Literal["nothing", "sign", "value"]
 SCOPES: tuple[Scope, ...] = ("token", "response", "group", "batch")
+READS: tuple[Reads, ...] = ("nothing", "sign", "value")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -19,7 +20,8 @@ class Traits:
     """What the planner and the trainer may rely on.
 
     scope: how far the value reaches for information.
-    needs: names of the positional arguments, as fields of `Batch` or quantities derived from it.
+    needs: names of the positional arguments, as fields of `Batch` or quantities derived from it;
+        of a correction's map those that follow the effective log-ratio and the advantage.
     reads: what a correction's map uses of the advantage.
     linear: an advantage that is affine in the rewards of the group.
     refill: an admission whose rejected groups are drawn anew.
