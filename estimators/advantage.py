@@ -17,11 +17,11 @@ import math
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from windage.estimators.batch import promote
-from windage.estimators.errors import within
+from windage.estimators.errors import positive, within
 from windage.estimators.member import declare
 
 ROUNDING = 8
@@ -36,12 +36,27 @@ class Advantage(Protocol):
     ) -> Float[Tensor, "*batch P G"]: ...
 
 
-def _everyone(rewards: Tensor, present: Tensor | None) -> Tensor:
+def everyone(
+    rewards: Float[Tensor, "*batch P G"], present: Bool[Tensor, "*batch P G"] | None
+) -> Bool[Tensor, "*batch P G"]:
+    """Who is present; all, where nothing was said.
+
+    Example:
+        >>> everyone(torch.zeros(1, 2), None)
+        tensor([[True, True]])
+    """
     return torch.ones_like(rewards, dtype=torch.bool) if present is None else present
 
 
-def _centered(rewards: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Reward minus group mean, exactly 0 in groups of equal rewards; and the group's count."""
+def from_mean(
+    rewards: Float[Tensor, "*batch P G"], present: Bool[Tensor, "*batch P G"]
+) -> tuple[Float[Tensor, "*batch P G"], Int[Tensor, "*batch P 1"]]:
+    """Reward minus group mean, exactly 0 in groups of equal rewards; and the group's count.
+
+    Example:
+        >>> from_mean(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]))
+        (tensor([[ 0.5000, -0.5000]]), tensor([[2]]))
+    """
     if rewards.shape[-1] < 2:
         raise ValueError("a group estimator needs groups of at least 2 responses, got size 1")
     rewards = promote(rewards)
@@ -54,10 +69,21 @@ def _centered(rewards: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(present & (low < high), centered, zero), count
 
 
-def _over_spread(
+def over_spread(
     centered: Tensor, freedom: Tensor, largest: Tensor, dims: tuple[int, ...], eps: float
 ) -> Tensor:
-    """Centered values over (their root mean square + eps); 0 where rounding made the spread."""
+    """Centered values over (their root mean square + eps); 0 where rounding made the spread.
+
+    Args:
+        centered: values with mean 0 over `dims`.
+        freedom: what the sum of squares is divided by.
+        largest: of the values before they were centered, which sets the size of rounding.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> over_spread(torch.tensor([2.0, -2.0]), 2 * one, one, (-1,), 0.0)
+        tensor([ 1., -1.])
+    """
     within(0, math.inf, eps=eps)
     total = centered.square().sum(dims, keepdim=True)
     spread = (total / freedom.clamp(min=1)).sqrt()
@@ -90,7 +116,7 @@ def constant(
     References:
         Williams, 1992.
     """
-    rewards, present = promote(rewards), _everyone(rewards, present)
+    rewards, present = promote(rewards), everyone(rewards, present)
     return torch.where(present, rewards - baseline, rewards.new_zeros(()))
 
 
@@ -119,7 +145,7 @@ def group_mean(
     References:
         Shao et al., 2024, arXiv:2402.03300; Liu et al., 2025, arXiv:2503.20783.
     """
-    centered, _ = _centered(rewards, _everyone(rewards, present))
+    centered, _ = from_mean(rewards, everyone(rewards, present))
     return centered
 
 
@@ -151,7 +177,7 @@ def leave_one_out(
     References:
         Ahmadian et al., 2024, arXiv:2402.14740.
     """
-    centered, count = _centered(rewards, _everyone(rewards, present))
+    centered, count = from_mean(rewards, everyone(rewards, present))
     return centered * count / (count - 1).clamp(min=1)
 
 
@@ -188,10 +214,10 @@ def group_std(
         Shao et al., 2024, arXiv:2402.03300.
     """
     within(0, 1, ddof=ddof)
-    present = _everyone(rewards, present)
-    centered, count = _centered(rewards, present)
+    present = everyone(rewards, present)
+    centered, count = from_mean(rewards, present)
     largest = torch.where(present, rewards.abs(), 0.0).amax(-1, keepdim=True)
-    return _over_spread(centered, count - ddof, largest, (-1,), eps)
+    return over_spread(centered, count - ddof, largest, (-1,), eps)
 
 
 @declare("batch", "rewards", "present")
@@ -221,11 +247,11 @@ def batch_std(
         Liu et al., 2025, arXiv:2508.08221.
     """
     within(0, 1, ddof=ddof)
-    present = _everyone(rewards, present)
-    centered, _ = _centered(rewards, present)
+    present = everyone(rewards, present)
+    centered, _ = from_mean(rewards, present)
     largest = torch.where(present, rewards.abs(), 0.0).amax((-2, -1), keepdim=True)
     count = present.sum((-2, -1), keepdim=True)
-    return _over_spread(centered, count - ddof, largest, (-2, -1), eps)
+    return over_spread(centered, count - ddof, largest, (-2, -1), eps)
 
 
 def whiten(
@@ -260,7 +286,7 @@ def whiten(
     mean = advantages.sum((-2, -1), keepdim=True) / count.clamp(min=1)
     centered = torch.where(mask, advantages - mean, 0.0)
     largest = advantages.abs().amax((-2, -1), keepdim=True)
-    return _over_spread(centered, count - ddof, largest, (-2, -1), eps)
+    return over_spread(centered, count - ddof, largest, (-2, -1), eps)
 
 
 def returns_to_go(
@@ -321,6 +347,13 @@ def gae(
         Schulman et al., 2016, arXiv:1506.02438.
     """
     within(0, 1, gamma=gamma, lam=lam)
+    return _decayed(token_rewards, values, mask, gamma, promote(values).new_full((), lam))
+
+
+def _decayed(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor
+) -> Tensor:
+    """The recursion of `gae`, with one lambda for all responses or one for each."""
     token_rewards, values = promote(token_rewards), promote(values)
     following = torch.zeros_like(values.sum(-1))
     carry = torch.zeros_like(following)
@@ -332,6 +365,77 @@ def gae(
         following = torch.where(here, values[..., t], following)
         columns.append(torch.where(here, carry, torch.zeros_like(carry)))
     return torch.stack(columns[::-1], -1) if columns else torch.zeros_like(values)
+
+
+@declare("response", "token_rewards", "values", "mask")
+def gae_by_length(
+    token_rewards: Float[Tensor, "*batch T"],
+    values: Float[Tensor, "*batch T"],
+    mask: Bool[Tensor, "*batch T"],
+    *,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+) -> Float[Tensor, "*batch T"]:
+    """Generalized advantage estimation whose lambda grows with the response's length.
+
+        lam = max(0, 1 - 1 / (alpha T)) for a response of T trainable tokens, then as `gae`
+
+    Claims:
+        The horizon 1 / (1 - lam) is alpha T tokens, but at least 1.
+        Biased on-policy where lengths vary, with exact values too: lambda looks at the length, and
+        so at what follows the token.
+
+    Args:
+        token_rewards: reward that arrives with each token.
+        values: critic's value of the prefix before each token.
+        mask: trainable tokens.
+        gamma: discount a trainable token.
+        alpha: 1 / (alpha T) is how much a token forgets.
+
+    Raises:
+        ValueError: gamma outside 0 to 1, alpha not above 0.
+
+    Example:
+        >>> gae_by_length(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]),
+        ...               torch.tensor([True, True]), alpha=2.0)
+        tensor([0.7500, 1.0000])
+
+    References:
+        Yue et al., 2025, arXiv:2504.05118.
+    """
+    within(0, 1, gamma=gamma)
+    positive(alpha=alpha)
+    length = mask.sum(-1).clamp(min=1)
+    lam = (1 - 1 / (alpha * length.to(promote(values).dtype))).clamp(min=0.0)
+    return _decayed(token_rewards, values, mask, gamma, lam)
+
+
+def value_targets(
+    token_rewards: Float[Tensor, "*batch T"],
+    values: Float[Tensor, "*batch T"],
+    mask: Bool[Tensor, "*batch T"],
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Float[Tensor, "*batch T"]:
+    """What a critic is fitted to, with a lambda of its own.
+
+        target[t] = V[t] + A[t] of `gae`
+
+    Claims:
+        lam = 1: the return-to-go, whatever the values; so the policy's lambda may be below 1 while
+        the critic learns from whole returns.
+
+    Example:
+        >>> value_targets(torch.tensor([0.0, 1.0]), torch.tensor([0.3, 0.6]),
+        ...               torch.tensor([True, True]))
+        tensor([1., 1.])
+
+    References:
+        Yuan et al., 2025, arXiv:2503.01491.
+    """
+    found = gae(token_rewards, values, mask, gamma=gamma, lam=lam)
+    return torch.where(mask, promote(values) + found, torch.zeros_like(found))
 
 
 def terminal_rewards(
