@@ -8,11 +8,18 @@ from checks import assert_close
 from hypothesis import given, settings
 from strategies import batches
 
-from windage.estimators.advantage import group_mean
-from windage.estimators.aggregation import token_mean
+from windage.estimators.advantage import constant, group_mean
+from windage.estimators.aggregation import sequence_mean, token_mean, token_sum
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
-from windage.estimators.correction import Correction, geometric, ratio, token, trajectory
+from windage.estimators.correction import (
+    Correction,
+    geometric,
+    ratio,
+    suffix,
+    token,
+    trajectory,
+)
 from windage.estimators.estimator import (
     Estimator,
     batch_terms,
@@ -20,6 +27,11 @@ from windage.estimators.estimator import (
     token_coefficients,
 )
 from windage.estimators.member import declare, use
+from windage.toy.behavior import with_behavior
+from windage.toy.exact.plan import exact, plan
+from windage.toy.exact.prefix_tree import tree_weights
+from windage.toy.exact.walk import Walk
+from windage.toy.problems import token_tree, trajectories
 
 NAN = float("nan")
 
@@ -155,3 +167,57 @@ def test_geometric_mean_of_changed_ratios_is_not_the_changed_geometric_mean():
     plain = Correction(reach=use(geometric), map=use(ratio))
     found = replace(plain, before=use(capped)).weights(x, mask, a)
     assert_close(found, torch.full_like(x, -1.0).exp())
+
+
+# Engines
+
+NEAR = FIELDS.change(limit=0.05)
+
+
+def off_policy(problem):
+    return with_behavior(problem, "noise", sigma=0.5, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("one", "engine"),
+    [
+        (NEAR, "classes"),
+        (BEFORE, "classes"),
+        (
+            replace(NEAR, advantage=use(constant, baseline=0.3), aggregation=use(token_sum)),
+            "prefix_tree",
+        ),
+        (
+            replace(BEFORE, advantage=use(constant, baseline=0.3), aggregation=use(sequence_mean)),
+            "prefix_tree",
+        ),
+    ],
+    ids=["fields", "before", "fields, tree", "before, tree"],
+)
+def test_a_recursion_equals_the_list_of_groups(one, engine):
+    problem = off_policy(token_tree(3))
+    found = exact(one, problem, 2, engine)
+    listed = exact(one, problem, 2, "tuples")
+    assert_close(found.mean, listed.mean)
+    assert_close(found.variance, listed.variance)
+    assert_close(found.drift, listed.drift)
+    assert float((found.mean - exact(replace(one, corrections=()), problem, 2).mean).norm()) > 1e-3
+
+
+def test_a_token_that_is_never_drawn_asks_for_no_probability():
+    one = replace(NEAR, advantage=use(constant, baseline=0.3), aggregation=use(token_sum))
+    found = exact(one, trajectories(), 2, "prefix_tree")
+    assert_close(found.mean, exact(one, trajectories(), 2, "tuples").mean)
+
+
+def test_recursions_refuse_what_they_cannot_hold():
+    wide = plan(WIDE, off_policy(token_tree(2)), 2)
+    assert wide.engine in ("tuples", "compositions")
+    leaf = replace(FIELDS, corrections=(Correction(reach=use(trajectory), map=use(gap)),))
+    tail = replace(
+        BEFORE, corrections=(Correction(before=use(halved), reach=use(suffix), map=use(ratio)),)
+    )
+    for one in (leaf, tail):
+        assert plan(one, token_tree(2), 2).engine in ("tuples", "compositions")
+        with pytest.raises(NotImplementedError, match="no recursion for"):
+            tree_weights(one, Walk(token_tree(2)), 1.0, None)

@@ -79,8 +79,14 @@ def _recursion(estimator: Estimator) -> str | None:
     for correction in estimator.corrections:
         if not correction.idle and correction.reach.function not in known:
             return f"no recursion for the reach {correction.reach.name}"
-        if correction.map.traits.reads == "value":
+        if correction.scope == "batch":
+            return f"{correction.map.name} looks at every token of the batch"
+        if correction.reads == "value":
             return f"{correction.map.name} reads the advantage's value"
+        if correction.map.traits.needs and correction.reach.function not in (token, prefix):
+            return f"{correction.map.name} looks at the token under a ratio of the response"
+        if correction.before is not None and correction.reach.function is suffix:
+            return f"no recursion for a suffix of {correction.before.name}"
     if sum(c.reach.function is suffix and not c.idle for c in estimator.corrections) > 1:
         return "two suffix ratios"
     for penalty in estimator.active_penalties:
@@ -110,7 +116,7 @@ def _prefix_tree(
     if not traits.linear:
         return f"{estimator.advantage.name} is not affine in the rewards", cost
     for correction in estimator.corrections:
-        if correction.map.traits.reads != "nothing":
+        if correction.reads != "nothing":
             return f"{correction.map.name} looks at the sign of a group advantage", cost
     return None, cost
 

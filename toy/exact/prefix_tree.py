@@ -20,9 +20,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
+from windage.estimators.correction import (
+    Correction,
+    geometric,
+    prefix,
+    suffix,
+    token,
+    trajectory,
+)
 from windage.estimators.estimator import Estimator, center
-from windage.estimators.member import Member
+from windage.estimators.member import Member, use
 from windage.toy.exact.walk import Walk, dot, pull_back
 from windage.toy.problems import Problem
 
@@ -65,19 +72,19 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | N
     for correction in estimator.corrections:
         if correction.idle:
             continue
-        pair = correction.numerator, correction.denominator
         reach = correction.reach.function
         if reach in (token, prefix):
-            effective = walk.log_ratio_of(*pair) if reach is token else walk.path_ratio_of(*pair)
-            weight = correction.map(effective, advantage)
+            steps = _steps(correction, walk, advantage)
+            effective = steps if reach is token else _paths(correction, walk, advantage)
+            weight = correction.weigh(effective, advantage, lambda name: walk.fields[name])
             node = weight if node is None else node * weight
-        elif reach in (trajectory, geometric):
-            effective = walk.at_leaves(walk.path_ratio_of(*pair))
+        elif reach in (trajectory, geometric) and not correction.map.traits.needs:
+            effective = walk.at_leaves(_paths(correction, walk, advantage))
             if reach is geometric:
                 effective = effective / walk.problem.lengths
             weight = correction.map(effective, advantage)
             leaf = weight if leaf is None else leaf * weight
-        elif reach is suffix and tail is None and pair == ("logp", "behavior_logp"):
+        elif correction == Correction(reach=use(suffix), map=correction.map) and tail is None:
             tail = correction.map
         else:
             raise NotImplementedError(f"{estimator.name}: no recursion for {correction.describe()}")
@@ -86,6 +93,19 @@ def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | N
         problem = walk.problem
         centered = center(estimator, problem.logp, problem.behavior_logp, advantage.view(1))
     return Weights(node=node, leaf=leaf, suffix=tail, centered=centered)
+
+
+def _steps(correction: Correction, walk: Walk, advantage: Tensor) -> Tensor:
+    """The log-ratio of each token as the reach receives it."""
+    steps = walk.log_ratio_of(correction.numerator, correction.denominator)
+    return steps if correction.before is None else correction.before(steps, advantage)
+
+
+def _paths(correction: Correction, walk: Walk, advantage: Tensor) -> Tensor:
+    """Those log-ratios summed up to and including each token."""
+    if correction.before is None:
+        return walk.path_ratio_of(correction.numerator, correction.denominator)
+    return walk.summed(_steps(correction, walk, advantage))
 
 
 def _suffix_flow(walk: Walk, map_: Member, sign: float, leaves: Tensor, power: int) -> Tensor:
@@ -214,4 +234,4 @@ def response_scale(
 
 def reads_sign(estimator: Estimator) -> bool:
     """Whether some map looks at the sign of the advantage."""
-    return any(c.map.traits.reads == "sign" for c in estimator.corrections)
+    return any(c.reads == "sign" for c in estimator.corrections)

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from windage.estimators.correction import ratio, token, trajectory
+from windage.estimators.correction import ratio, token, token_fields, trajectory
 from windage.estimators.estimator import Estimator, center
 from windage.estimators.member import Member
 from windage.toy.chains import Chain
@@ -185,6 +185,8 @@ def refusal(estimator: Estimator) -> str | None:
 
 def _constant(map_: Member) -> bool:
     """Whether a map gives one weight for all ratios at each sign of the advantage."""
+    if map_.traits.needs:
+        return False
     far = torch.linspace(-FAR, FAR, 9, dtype=torch.float64)
     weights = torch.stack([map_(far, far.new_tensor(sign)) for sign in (1.0, -1.0)])
     return bool((weights == weights[:, :1]).all())
@@ -206,6 +208,7 @@ def steps(
     seen = mu > 0
     now = chain.logp
     policies = {"logp": now, "proximal_logp": now, "behavior_logp": chain.behavior_logp}
+    fields = token_fields(*(torch.where(seen, x, 0.0) for x in (now, chain.behavior_logp)))
     advantage = mu.new_tensor(sign)
     kernel, weight = mu, torch.ones_like(mu)
     for correction in estimator.corrections:
@@ -213,10 +216,12 @@ def steps(
             continue
         ratios = policies[correction.numerator] - policies[correction.denominator]
         x = torch.where(seen, ratios, 0.0)
+        x = x if correction.before is None else correction.before(x, advantage)
+        factors = correction.weigh(x, advantage, fields.__getitem__)
         if correction.reach.function is trajectory and correction.map.function is ratio:
-            kernel = kernel * correction.map(x, advantage).pow(power)
+            kernel = kernel * factors.pow(power)
         else:
-            weight = weight * correction.map(x, advantage)
+            weight = weight * factors
     identity = torch.eye(mu.shape[-1], dtype=mu.dtype)
     plain = identity - chain.logp.exp().unsqueeze(-2)
     score = weight.unsqueeze(-1) * plain

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from windage.estimators.correction import token_fields
 from windage.toy.problems import Problem, Tree
 
 
@@ -106,10 +107,19 @@ class Walk:
         """Log-ratio summed up to and including each token; 0 where the path is never drawn."""
         pair = numerator, denominator
         if pair not in self._paths:
-            zero = self.behavior.new_zeros((self.problem.prompts, 1))
-            summed = self._descend(zero, self.log_ratio_of(*pair), torch.add)
-            self._paths[pair] = _zero_unless(self.flow, summed)
+            self._paths[pair] = self.summed(self.log_ratio_of(*pair))
         return self._paths[pair]
+
+    def summed(self, steps: Float[Tensor, "P N V"]) -> Float[Tensor, "P N V"]:
+        """Numbers of tokens summed up to and including each; 0 where the path is never drawn."""
+        zero = self.behavior.new_zeros((self.problem.prompts, 1))
+        return _zero_unless(self.flow, self._descend(zero, steps, torch.add))
+
+    @cached_property
+    def fields(self) -> dict[str, Tensor]:
+        """What maps may ask for by name, 0 where a token is never drawn."""
+        both = (self.problem.logp, self.problem.behavior_logp)
+        return token_fields(*(_zero_unless(self.behavior, x) for x in both))
 
     @cached_property
     def leaf_flow(self) -> Float[Tensor, "P M"]:
