@@ -6,6 +6,9 @@ r - c and (r - c)^2 of one response only, whatever the group size and the number
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import final
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -64,6 +67,53 @@ def affine_coefficients(advantage: Member, group_size: int, center: float) -> tu
     return probe[0] - base[0], beta, middle[0]
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupLaw:
+    """What an advantage that is affine in the rewards makes of one response and of two in a group.
+
+    With x a response's contribution, x_k = E[(r - c)^k x] and q_k = E[(r - c)^k |x|^2],
+
+        E[A_i x_i]           = sum over k of mean[k] x_k
+        E[A_i^2 |x_i|^2]     = sum over k of own[k] q_k
+        E[A_i A_j x_i . x_j] = pair[0] x_1.x_1 + pair[1] x_2.x_0 + pair[2] x_1.x_0 + pair[3] x_0.x_0
+
+    Args:
+        mean, own, pair: of each prompt; of a group of one there are no pairs, and pair is 0.
+    """
+
+    mean: Float[Tensor, "2 P"]
+    own: Float[Tensor, "3 P"]
+    pair: Float[Tensor, "4 P"]
+
+
+def group_law(
+    advantage: Member, group_size: int, law: tuple[float, Float[Tensor, " P"], Float[Tensor, " P"]]
+) -> GroupLaw:
+    """The coefficients of an affine advantage; arguments as in `affine_moments`."""
+    center, first, second = law
+    alpha, beta, gamma = affine_coefficients(advantage, group_size, center)
+    one = torch.ones_like(first)
+
+    def siblings(count: float) -> tuple[Tensor, Tensor]:
+        """First two moments of beta * (sum of `count` siblings' rewards) + gamma."""
+        mean = beta * count * first + gamma
+        spread = beta**2 * count * (second - first.square())
+        return mean, mean.square() + spread
+
+    u1, u2 = siblings(group_size - 1.0)
+    pair = torch.zeros((4, len(first)), dtype=first.dtype)
+    if group_size > 1:
+        v1, v2 = siblings(group_size - 2.0)
+        plain = (alpha**2 + beta**2) * one, 2 * alpha * beta * one
+        pair = torch.stack([*plain, 2 * (alpha + beta) * v1, v2])
+    return GroupLaw(
+        mean=torch.stack([u1, alpha * one]),
+        own=torch.stack([u2, 2 * alpha * u1, alpha**2 * one]),
+        pair=pair,
+    )
+
+
 def affine_moments(
     advantage: Member,
     group_size: int,
@@ -82,28 +132,12 @@ def affine_moments(
         x: E[f x] of one response for each feature f.
         q: E[f |x|^2], likewise.
     """
-    center, first, second = law
-    alpha, beta, gamma = affine_coefficients(advantage, group_size, center)
+    group = group_law(advantage, group_size, law)
     g = float(group_size)
-
-    def siblings(count: float) -> tuple[Tensor, Tensor]:
-        """First two moments of beta * (sum of `count` siblings' rewards) + gamma."""
-        mean = beta * count * first + gamma
-        spread = beta**2 * count * (second - first.square())
-        return mean, mean.square() + spread
-
     flat = x.flatten(2)
     gram = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).permute(1, 2, 0)
-    u1, u2 = siblings(g - 1)
-    mean = alpha * x[1] + u1[:, None, None] * x[0]
-    square = g * (alpha**2 * q[2] + 2 * alpha * u1 * q[1] + u2 * q[0])
-    if group_size > 1:
-        v1, v2 = siblings(g - 2)
-        square = square + g * (g - 1) * (
-            (alpha**2 + beta**2) * gram[1, 1]
-            + 2 * alpha * beta * gram[2, 0]
-            + 2 * (alpha + beta) * v1 * gram[1, 0]
-            + v2 * gram[0, 0]
-        )
+    dots = torch.stack([gram[1, 1], gram[2, 0], gram[1, 0], gram[0, 0]])
+    mean = group.mean[1, :, None, None] * x[1] + group.mean[0, :, None, None] * x[0]
+    square = g * (group.own * q).sum(0) + g * (g - 1) * (group.pair * dots).sum(0)
     variance = scale**2 * (square - g**2 * dot(mean, mean)).sum()
     return Moments(mean=scale * g * mean, variance=variance, drift=scale * g * x[0])
