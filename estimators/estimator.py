@@ -98,6 +98,12 @@ class Estimator:
         return max(scopes, key=SCOPES.index)
 
     @property
+    def compares(self) -> bool:
+        """Whether the advantage compares responses of a group, so that one alone means nothing."""
+        traits = self.advantage.traits
+        return traits.scope in ("group", "batch") and not traits.lone
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Settings by name; a name that several stages have is set in all of them."""
         return {key: value for _, m in self.members for key, value in m.settings}
@@ -141,7 +147,7 @@ class Estimator:
                 response was requested (named), where the advantage compares within groups.
         """
         batch = batch.validate()
-        if self.advantage.traits.scope in ("group", "batch"):
+        if self.compares:
             shape = batch.rewards.shape
             asked = batch.requested
             sizes = [shape[-1]] * shape[-2] if asked is None else asked.tolist()
@@ -151,6 +157,14 @@ class Estimator:
                     raise ValueError(
                         f"group {group} has size {size}; {self.name} needs groups of at least 2"
                     )
+        if self.advantage.traits.rewards == "nonnegative":
+            bad = torch.nonzero(batch.get("present") & (batch.rewards < 0))
+            if len(bad):
+                place = tuple(bad[0].tolist())
+                raise ValueError(
+                    f"rewards is {float(batch.rewards[place]):g} at {batch.row_name(place)}; "
+                    f"allowed by {self.name}: rewards of at least 0"
+                )
         for name in self.needs:
             if name != "logp":
                 batch.get(name)
@@ -312,7 +326,7 @@ def batch_terms(estimator: Estimator, batch: Batch) -> Terms:
     scale = _call(estimator.aggregation, find)
 
     reasons, reason = [ABSENT], (~present).long()
-    if estimator.advantage.traits.scope in ("group", "batch"):
+    if estimator.compares:
         reasons.append(SURVIVOR)
         lonely = present & (present.sum(-1, keepdim=True) < 2)
         reason = torch.where(lonely, len(reasons), reason)

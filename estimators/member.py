@@ -24,6 +24,8 @@ class Traits:
         of a correction's map those that follow the effective log-ratio and the advantage.
     reads: what a correction's map uses of the advantage.
     linear: an advantage that is affine in the rewards of the group.
+    rewards: those for which an advantage has a meaning.
+    lone: an advantage that needs no siblings, though its scope is the batch.
     refill: an admission whose rejected groups are drawn anew.
     place: where a penalty enters.
     """
@@ -32,6 +34,8 @@ class Traits:
     needs: tuple[str, ...] = ()
     reads: Reads = "nothing"
     linear: bool = False
+    rewards: Literal["any", "nonnegative"] = "any"
+    lone: bool = False
     refill: bool = False
     place: Literal["reward", "token_reward", "loss"] = "loss"
 
