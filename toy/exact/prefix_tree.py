@@ -169,7 +169,7 @@ def response_moments(
             visits = torch.addcmul(visits, reached, weights.centered, value=-1.0, out=mean)
         pull_back(visits, p, out=mean)
     if not norm_features:
-        return means, p.new_empty((0, len(p)))
+        return means, p.new_empty((0, means.shape[1]))
     squared = _square_norm(walk, weights)
     flows = _flows(walk, weights, sign, norm_features, 2)
     return means, torch.stack([dot(flow, squared) for flow in flows])
