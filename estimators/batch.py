@@ -1,7 +1,8 @@
 """The one record that every stage reads.
 
 Axes, here and in every signature of the package: `P` prompts, `G` responses of a prompt, `T` tokens
-of a response (the stop token included), `K` head tokens; any leading axes are replicates.
+of a response (the stop token included), `K` head tokens, `C` components of a reward; any leading
+axes are replicates.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-TOKEN_FIELDS = ("logp", "behavior_logp", "proximal_logp", "reference_logp", "values", "versions")
+TOKEN_FIELDS = (
+    "logp",
+    "behavior_logp",
+    "proximal_logp",
+    "reference_logp",
+    "values",
+    "versions",
+    "probability_square",
+)
 HEAD_FIELDS = ("head_ids", "head_behavior_logp", "head_logp")
 RESPONSE_FIELDS = ("outcomes", "truncated", "elapsed")
 
@@ -39,6 +48,8 @@ class Batch:
         head_ids, head_behavior_logp, head_logp: the sampler's K likeliest tokens at each position
             and their log-probabilities under sampler and trainer; full vocabulary: exact.  A head
             shorter than K is filled with -inf under both.
+        probability_square: sum of squared probabilities of all tokens, before each token.
+        components: parts of the reward, each on its own scale; the rewards stand beside them.
         outcomes: rewards before shaping (admission looks here); absent: the rewards.
         requested: group size asked for, a prompt; absent: G.
         truncated: the engine stopped the response at a limit.
@@ -60,6 +71,8 @@ class Batch:
     head_ids: Int[Tensor, "*batch P G T K"] | None = None
     head_behavior_logp: Float[Tensor, "*batch P G T K"] | None = None
     head_logp: Float[Tensor, "*batch P G T K"] | None = None
+    probability_square: Float[Tensor, "*batch P G T"] | None = None
+    components: Float[Tensor, "*batch P G C"] | None = None
     outcomes: Float[Tensor, "*batch P G"] | None = None
     requested: Int[Tensor, " P"] | None = None
     truncated: Bool[Tensor, "*batch P G"] | None = None
@@ -133,6 +146,9 @@ class Batch:
             self._check(name, shape[:-1], present)
         for name in TOKEN_FIELDS:
             self._check(name, shape, real)
+        if self.components is not None:
+            wide = (*shape[:-1], self.components.shape[-1])
+            self._check("components", wide, present.unsqueeze(-1))
         heads = {getattr(self, n).shape[-1] for n in HEAD_FIELDS if getattr(self, n) is not None}
         if len(heads) > 1:
             raise ValueError(f"the head fields hold {sorted(heads)} tokens; allowed: the same")
@@ -164,9 +180,9 @@ class Batch:
         bad = torch.nonzero(where & ~allowed)
         if len(bad):
             place = tuple(bad[0].tolist())
-            raise ValueError(
-                f"{name} is {float(value[place])} at {self.row_name(place)}; allowed: {words}"
-            )
+            at = self.row_name(place[:-1] if name == "components" else place)
+            part = f", component {place[-1]}" if name == "components" else ""
+            raise ValueError(f"{name} is {float(value[place])} at {at}{part}; allowed: {words}")
 
     def row_name(self, place: Sequence[int]) -> str:
         """Words for an index `(..., p, g[, t[, k]])` of a two- or three-axis field."""
@@ -208,7 +224,7 @@ class Batch:
             >>> batch.present.tolist()
             [[True, False], [True, False]]
         """
-        known = (*TOKEN_FIELDS, *HEAD_FIELDS, *RESPONSE_FIELDS)
+        known = (*TOKEN_FIELDS, *HEAD_FIELDS, *RESPONSE_FIELDS, "components")
         for name in rows:
             if name not in known:
                 raise ValueError(f"rows have no field {name!r}; they have: {', '.join(known)}")
@@ -221,6 +237,8 @@ class Batch:
         placed = {
             name: _responses(name, column, scored, index, dtype)
             if name in ("rewards", "present", *RESPONSE_FIELDS)
+            else _components(column, scored, index, dtype)
+            if name == "components"
             else _tokens(name, column, mask, index, dtype)
             for name, column in columns.items()
         }
@@ -265,6 +283,24 @@ def _responses(
     kind = torch.bool if name in ("present", "truncated") else dtype
     flat = torch.tensor([0 if entry is None else entry for entry in column] or [0], dtype=kind)
     return torch.where(index >= 0, flat[index.clamp(min=0)], torch.zeros((), dtype=kind))
+
+
+def _components(
+    column: Sequence[Any], scored: list[bool], index: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The parts of each row's reward, placed `[P G C]`; None, and 0, where a row has no reward."""
+    width = max((len(entry) for entry in column if entry is not None), default=0)
+    filled: list[Any] = []
+    for row, entry in enumerate(column):
+        if entry is None and not scored[row]:
+            entry = [0.0] * width
+        if entry is None or len(entry) != width or any(part is None for part in entry):
+            words = "None" if entry is None or len(entry) == width else f"of length {len(entry)}"
+            raise ValueError(f"row {row}: components is {words}; allowed: {width} numbers")
+        filled.append(entry)
+    flat = torch.tensor(filled or [[0.0] * width], dtype=dtype)
+    real = (index >= 0).unsqueeze(-1)
+    return torch.where(real, flat[index.clamp(min=0)], torch.zeros((), dtype=dtype))
 
 
 def _tokens(
