@@ -14,17 +14,23 @@ Differences:
        treated as if x were -`LIMIT`, in value and in gradient: its pull is kept and stays finite.
     4. `timeout_failure` scores a late response as a failure, which is a change of the objective;
        dropping it (`admission.time_out`) is a selection.
+    5. `positive_nll` is aggregated as the estimator is; VAPO and NeMo-RL average over the tokens of
+       correct responses alone.
+    6. `adapted` gives the next coefficient whatever the last entropy was; Skywork-OR1 and TRL also
+       switch the bonus off while the entropy is above its target: pass 0 then.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from windage.estimators.errors import positive, within
+from windage.estimators.batch import promote
+from windage.estimators.errors import ordered, positive, within
 from windage.estimators.member import declare
 
 LIMIT = 20.0
@@ -202,6 +208,67 @@ def entropy(
         tensor([0.0500])
     """
     return -coefficient * logp
+
+
+def adapted(
+    coefficient: float,
+    entropy: float,
+    *,
+    target: float = 0.2,
+    step: float = 0.005,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> float:
+    """The entropy bonus's next coefficient: up a step at or below the target entropy, else down one.
+
+        next = min(max(last + step if entropy <= target else last - step, low), high)
+
+    Args:
+        coefficient: the last one; the first is a setting, 0.01 say.
+        entropy: measured mean entropy of a token, in nats.
+        target: entropy to keep, in nats.
+        step: of the coefficient, an update.
+        low, high: bounds of the coefficient.
+
+    Raises:
+        ValueError: a step or a bound below 0, or low above high.
+
+    Example:
+        >>> round(adapted(0.01, 0.15), 6), round(adapted(0.01, 0.25), 6), adapted(0.002, 0.25)
+        (0.015, 0.005, 0.0)
+
+    References:
+        He et al., 2025, arXiv:2505.22312.
+    """
+    ordered(low=low, high=high)
+    within(0, math.inf, step=step)
+    moved = coefficient + (step if entropy <= target else -step)
+    return min(max(moved, low), high)
+
+
+@declare("token", "outcomes")
+def positive_nll(
+    outcomes: Float[Tensor, "*batch P G"], *, coefficient: float = 0.1
+) -> Float[Tensor, "*batch P G 1"]:
+    """Likelihood of the correct responses, added to the objective.
+
+        c[t] = coefficient on every token of a response with outcome above 0, else 0
+
+    Claims:
+        One step, on-policy: `coefficient` times the gradient of P(outcome > 0).
+
+    Args:
+        outcomes: before shaping.
+
+    Example:
+        >>> positive_nll(torch.tensor([[1.0, 0.0]]))
+        tensor([[[0.1000],
+                 [0.0000]]])
+
+    References:
+        Yue et al., 2025, arXiv:2504.05118.
+    """
+    return coefficient * (outcomes > 0).to(promote(outcomes).dtype).unsqueeze(-1)
 
 
 @declare("response", "lengths", place="reward")
