@@ -1,1 +1,1 @@
-"""Engines for what couples the responses of a group by a ratio (E3): cost without the group size."""
+"""Engines for what couples the responses of a group (E3): the cost is free of the group size."""
