@@ -219,7 +219,7 @@ def adapted(
     low: float = 0.0,
     high: float = 1.0,
 ) -> float:
-    """The entropy bonus's next coefficient: up a step at or below the target entropy, else down one.
+    """The entropy bonus's next coefficient: a step up at or below the target, else one down.
 
         next = min(max(last + step if entropy <= target else last - step, low), high)
 
