@@ -94,6 +94,8 @@ class Responses:
         self.reference_logp: Tensor | None = None
         if problem.reference_logp is not None:
             self.reference_logp = self.logp - self._ratio("logp", "reference_logp")
+        squares = problem.logp.exp().square().sum(-1)[:, self.prefix.clamp(min=0)]
+        self.probability_square = torch.where(self.real, squares, 1.0)
         self.mask = torch.arange(self.prefix.shape[1]) < problem.lengths.unsqueeze(-1)
 
     def _ratio(self, numerator: str, denominator: str) -> Float[Tensor, "P M T"]:
@@ -118,6 +120,7 @@ class Responses:
             behavior_logp=self.behavior_logp[p, index],
             proximal_logp=self.proximal_logp[p, index],
             reference_logp=None if self.reference_logp is None else self.reference_logp[p, index],
+            probability_square=self.probability_square[p, index],
             **heads,
         )
 
