@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windage.cli import specs
 from windage.cli.output import one_thread, show, write
@@ -17,6 +17,10 @@ from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
 from windage.toy.problem_file import Document, Shape, read, refuse_size
+
+if TYPE_CHECKING:
+    from windage.analysis.studies.grid import Settings
+    from windage.analysis.studies.store import Rows
 
 ENGINES = (
     "auto",
@@ -154,22 +158,60 @@ def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
     request = check(arguments)
     one_thread()
-    from windage.analysis.studies import length, staleness, study
-
-    with _progress() as advance:
-        if request is None:
-            built_in = {"staleness": staleness, "length": length}
-            document = built_in[arguments.study or STUDIES[0]].run(advance)
-        else:
-            document = study.run(study.Settings(**request._asdict()), advance)
-    text = json.dumps(document, allow_nan=False)
-    if arguments.out is not None:
-        write(document, arguments.out)
+    document = _built_in(arguments) if request is None else _grid(request, arguments.out)
     if arguments.json:
-        print(text)
+        print(json.dumps(document, allow_nan=False))
     else:
         show(document)
     return 0
+
+
+def _built_in(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One of the built-in studies."""
+    from windage.analysis.studies import length, staleness
+
+    modules = {"staleness": staleness, "length": length}
+    with _progress() as advance:
+        document: dict[str, Any] = modules[arguments.study or STUDIES[0]].run(advance)
+    if arguments.out is not None:
+        write(document, arguments.out)
+    return document
+
+
+def _grid(request: Request, folder: Path | None) -> dict[str, Any]:
+    """A study of what was asked for; rows are kept in the folder until its files are written."""
+    from windage.analysis.studies import study
+    from windage.analysis.studies.grid import Settings
+
+    settings = Settings(**request._asdict())
+    if folder is None:
+        with _progress() as advance:
+            return study.run(settings, advance)
+    with _kept(settings, folder) as rows:
+        with _progress() as advance:
+            document = study.run(settings, advance, rows)
+        write(document, folder)
+    return document
+
+
+@contextmanager
+def _kept(settings: Settings, folder: Path) -> Iterator[Rows]:
+    """Rows that outlive an interruption; it says how to go on."""
+    from windage.analysis.studies import grid, store
+
+    rows = store.Rows(folder, grid.request(settings), len(grid.cells(settings)))
+    try:
+        yield rows
+    except BaseException as problem:
+        rows.flush()
+        if isinstance(problem, KeyboardInterrupt):
+            print(
+                f"windage study: interrupted; {folder} keeps {rows.done:,} of {rows.count:,} rows, "
+                "and the same command goes on from there",
+                file=sys.stderr,
+            )
+        raise
+    rows.remove()
 
 
 def check(arguments: argparse.Namespace) -> Request | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from problem_files import pair, tree, write
 
-from windage.analysis.studies.study import PROBLEMS
+from windage.analysis.studies.grid import PROBLEMS
 from windage.cli import main as frame
 from windage.cli import specs
 from windage.cli import study as verb

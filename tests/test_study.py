@@ -21,7 +21,8 @@ from problem_files import (
     write,
 )
 
-from windage.analysis.studies.study import Settings, run
+from windage.analysis.studies.grid import Settings
+from windage.analysis.studies.study import run
 from windage.estimators.errors import BadInput
 from windage.toy.exact.tuples import count_multisets, count_tuples
 from windage.toy.problem_file import read

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from windage.analysis.studies.study import Settings, run
+from windage.analysis.studies.grid import Settings
+from windage.analysis.studies.study import run
 from windage.estimators.catalogue import ENTRIES, get
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator

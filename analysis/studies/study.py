@@ -7,23 +7,20 @@ error beside each figure, where none is.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, final
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from windage.analysis.studies.figures import NAMES, from_moments, from_sample
-from windage.estimators.catalogue import CATALOGUE, get
-from windage.estimators.errors import BadInput
+from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, cells, sites
+from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
-from windage.toy.behavior import KINDS, with_behavior
-from windage.toy.chains import CHAINS, Chain
+from windage.toy.chains import Chain
 from windage.toy.exact.moments import Undefined
 from windage.toy.exact.plan import (
     BUDGET,
@@ -39,8 +36,8 @@ from windage.toy.exact.plan import (
     undefined,
 )
 from windage.toy.objective import Objective, objective
-from windage.toy.problem_file import Document, to_problem
-from windage.toy.problems import BUILT_IN, Problem
+from windage.toy.problem_file import Document
+from windage.toy.problems import Problem
 from windage.toy.sampling import BLOCKS, Figures, Sample, jackknife, sample
 
 SCHEMA = "windage/study/1"
@@ -48,48 +45,35 @@ PRECISION = 0.01
 RESOLVED = 0.1
 FIRST_BATCHES = 64 * BLOCKS
 SAMPLED_CELLS = 2e7
-PROBLEMS: Mapping[str, Callable[..., Site]] = {**BUILT_IN, **CHAINS}
 BEYOND = "beyond the range of float64: the squared length of a gradient"
 
-Number = int | float
-Values = Mapping[str, Number]
+Row = dict[str, Any]
 Advance = Callable[[int, int], None]
-Arguments = tuple[tuple[tuple[str, Number], ...], ...]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a study is of.
+class Store(Protocol):
+    """Rows that are kept while a study runs, by their number in the document."""
 
-    Args:
-        problem: a checked file, or a built-in name with its arguments.
-        estimators: names of the catalogue, each with settings.
-        group_size: responses of a prompt.
-        behavior: a kind and its settings; None: the file's sampler, or the policy itself.
-        sweep: values of keys, all combinations; a key goes to whatever has it (the group size, the
-            behavior policy, a built-in problem, the estimators) in place of what was set there.
-        engine: "auto", "sampling" or one of the exact engines.
-        seed: of whatever is drawn.
-        samples: most batches of a sampled row; None: about ten seconds' worth.
-    """
+    def read(self) -> dict[int, Row]:
+        """Rows of an earlier call."""
+        ...
 
-    problem: Document | tuple[str, Values] = ("token_tree", {})
-    estimators: tuple[tuple[str, Values], ...] = tuple((name, {}) for name in CATALOGUE)
-    group_size: int = 4
-    behavior: tuple[str, Values] | None = None
-    sweep: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
-    engine: str = "auto"
-    seed: int = 0
-    samples: int | None = None
+    def add(self, number: int, row: Row) -> None:
+        """Keep a row that was just computed."""
+        ...
 
 
-def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict[str, Any]:
+def run(
+    settings: Settings,
+    advance: Advance = lambda done, total: None,
+    store: Store | None = None,
+) -> dict[str, Any]:
     """Compute every row.
 
     Args:
         settings: already checked by name and value.
         advance: told after each row how many of how many are done.
+        store: told each row; the rows that it read from an earlier call are not computed again.
 
     Returns:
         The document of design.md; where a sweep changes the problem, `problem` and `objective` are
@@ -104,37 +88,43 @@ def run(settings: Settings, advance: Advance = lambda done, total: None) -> dict
         ('prefix_tree', 1.0)
     """
     start = perf_counter()
-    points = [dict(zip(settings.sweep, v, strict=True)) for v in product(*settings.sweep.values())]
-    total = len(points) * len(settings.estimators)
-    rows: list[dict[str, Any]] = []
-    sites: dict[Arguments, tuple[Site, Objective]] = {}
-    known: dict[Any, dict[str, Any]] = {}
-    for point in points:
-        key = _arguments(settings, point)
-        if key not in sites:
-            sites[key] = (site := _site(settings, key), objective(site))
-        site, goal = sites[key]
-        group_size = int(point.get("group_size", settings.group_size))
-        for name, given in settings.estimators:
-            estimator = bind(get(name, **_own(name, given, point)), site)
-            memo = (key, group_size, name, *estimator.settings.items())
-            if memo not in known:
-                chosen = (settings.engine, settings.seed, settings.samples)
-                known[memo] = row(estimator, site, goal, group_size, *chosen)
-            rows.append({**known[memo], **point})
-            advance(len(rows), total)
-    site, goal = next(iter(sites.values()))
-    given = {} if isinstance(settings.problem, Document) else settings.problem[1]
+    every = cells(settings)
+    rows = {} if store is None else store.read()
+    if rows:
+        advance(len(rows), len(every))
+    for site, here in sites(settings, [cell for cell in every if cell.number not in rows]):
+        for cell, made in _rows(settings, site, here):
+            rows[cell.number] = made
+            if store is not None:
+                store.add(cell.number, made)
+            advance(len(rows), len(every))
+    first = bare_site(settings, every[0].problem)
     return {
         "schema": SCHEMA,
-        "problem": {**about_problem(site), **given},
+        "problem": {**about_problem(first), **dict(every[0].problem)},
         "behavior": _sampler(settings),
-        "objective": about_objective(goal),
+        "objective": about_objective(objective(first)),
         "sweep": {key: list(values) for key, values in settings.sweep.items()},
         "seed": settings.seed,
-        "rows": rows,
+        "rows": [rows[cell.number] for cell in every],
         "seconds": perf_counter() - start,
     }
+
+
+def _rows(settings: Settings, site: Site, here: Iterable[Cell]) -> Iterator[tuple[Cell, Row]]:
+    """The rows of cells with one problem and sampler; equal ones are computed once."""
+    goal = objective(site)
+    bound: dict[tuple[str, Given], Estimator] = {}
+    known: dict[tuple[Any, ...], Row] = {}
+    for cell in here:
+        if cell.estimator not in bound:
+            name, given = cell.estimator
+            bound[cell.estimator] = bind(get(name, **dict(given)), site)
+        key = cell.estimator, cell.group_size
+        if key not in known:
+            chosen = (settings.engine, settings.seed, settings.samples)
+            known[key] = row(bound[cell.estimator], site, goal, cell.group_size, *chosen)
+        yield cell, {**known[key], **cell.point}
 
 
 def about_problem(problem: Site) -> dict[str, Any]:
@@ -157,47 +147,6 @@ def about_objective(goal: Objective) -> dict[str, Any]:
     }
 
 
-def _pick(function: Callable[..., Any], point: Values) -> dict[str, Number]:
-    """The swept keys that a problem or a behavior policy takes."""
-    return {key: point[key] for key in inspect.signature(function).parameters if key in point}
-
-
-def _own(name: str, given: Values, point: Values) -> dict[str, Number]:
-    """An entry's settings: those given, and the swept ones that it has."""
-    return {**given, **{k: v for k, v in point.items() if k in CATALOGUE[name].settings}}
-
-
-def _arguments(settings: Settings, point: Values) -> Arguments:
-    """Arguments of the built-in problem and of the behavior policy at a point."""
-    sources: list[tuple[Mapping[str, Callable[..., Any]], tuple[str, Values]]] = []
-    if not isinstance(settings.problem, Document):
-        sources.append((PROBLEMS, settings.problem))
-    if settings.behavior is not None:
-        sources.append((KINDS, settings.behavior))
-    return tuple(
-        tuple({**given, **_pick(table[name], point)}.items()) for table, (name, given) in sources
-    )
-
-
-def _site(settings: Settings, arguments: Arguments) -> Site:
-    """The problem with its behavior policy."""
-    if isinstance(settings.problem, Document):
-        problem: Site = to_problem(settings.problem)
-    else:
-        problem = PROBLEMS[settings.problem[0]](**dict(arguments[0]))
-    if settings.behavior is None:
-        return problem
-    kind, given = settings.behavior[0], dict(arguments[-1])
-    extra = {"seed": settings.seed} if kind == "noise" else {}
-    problem = with_behavior(problem, kind, **given, **extra)
-    if bool(problem.behavior_logp.isnan().any()):
-        words = ",".join(f"{k}={v}" for k, v in given.items())
-        raise BadInput(
-            f"behavior {kind}:{words} overflows float64; allowed: what leaves probabilities"
-        )
-    return problem
-
-
 def _sampler(settings: Settings) -> dict[str, Any]:
     if settings.behavior is not None:
         return {"kind": settings.behavior[0], **settings.behavior[1]}
@@ -211,7 +160,8 @@ def bind(estimator: Estimator, problem: Site) -> Estimator:
     """Give a constant length that was not set the horizon: the problem's longest response.
 
     Example:
-        >>> bind(get("dr_grpo"), BUILT_IN["token_tree"]()).aggregation.describe()
+        >>> from windage.toy.problems import token_tree
+        >>> bind(get("dr_grpo"), token_tree()).aggregation.describe()
         'constant_length(length=4)'
     """
     if dict(estimator.aggregation.settings).get("length", 0) is not None:
