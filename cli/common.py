@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +47,17 @@ def common(parser: argparse.ArgumentParser) -> None:
         "--out", type=directory, metavar="DIR", help="write tables, figures and one HTML page there"
     )
     flags.add_argument("--seed", type=seed, default=0, metavar="N", help="of whatever is sampled")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A `type=` that accepts whole numbers from the least one on."""
+
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: a whole number from {least} on")
+        return int(text)
+
+    return parse
 
 
 def directory(text: str) -> Path:

@@ -19,6 +19,7 @@ VERBS = {
     "study": "exact bias and variance of estimators on a problem",
     "audit": "do declared claims hold? for catalogue entries and for any module:function loss",
     "claims": "the documents' statements, executed: statement, measured figures, verdict",
+    "learn": "training on toy problems: who improves, stalls, drifts, collapses",
 }
 
 

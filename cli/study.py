@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windage.cli import specs
-from windage.cli.output import one_thread, show, write
+from windage.cli.output import one_thread, progress, show, write
 from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
@@ -171,7 +171,7 @@ def _built_in(arguments: argparse.Namespace) -> dict[str, Any]:
     from windage.analysis.studies import length, staleness
 
     modules = {"staleness": staleness, "length": length}
-    with _progress() as advance:
+    with progress("rows") as advance:
         document: dict[str, Any] = modules[arguments.study or STUDIES[0]].run(advance)
     if arguments.out is not None:
         write(document, arguments.out)
@@ -185,10 +185,10 @@ def _grid(request: Request, folder: Path | None) -> dict[str, Any]:
 
     settings = Settings(**request._asdict())
     if folder is None:
-        with _progress() as advance:
+        with progress("rows") as advance:
             return study.run(settings, advance)
     with _kept(settings, folder) as rows:
-        with _progress() as advance:
+        with progress("rows") as advance:
             document = study.run(settings, advance, rows)
         write(document, folder)
     return document
@@ -307,18 +307,3 @@ def _problem(
         if "vocab" in sizes:
             refuse_size(Shape(int(sizes["vocab"]), int(sizes["vocab"]) - 1, int(sizes["horizon"])))
     return named
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show how many rows are done, on standard error, where a person looks at it."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("rows", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("rows", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

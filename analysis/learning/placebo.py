@@ -1,0 +1,101 @@
+"""Constant reward under a noisy sampler: nothing is to be learned, so what moves is drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from windage.analysis.learning.recipes import without_baseline
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.world import TRAIN, World
+from windage.estimators.estimator import Estimator
+from windage.toy.learning import State
+from windage.toy.training import Ascent, Sampler, online
+
+PANEL = "reward 1 for every response"
+STEPS, NOISE = 120, 0.2
+SOURCE = "arXiv:2609.20807"
+ARMS: dict[str, tuple[str, Sampler]] = {
+    "no correction": ("reinforce", Sampler(sigma=NOISE)),
+    "token TIS": ("token_tis", Sampler(sigma=NOISE)),
+    "centered": ("centered", Sampler(sigma=NOISE)),
+    "centered + TIS": ("centered_tis", Sampler(sigma=NOISE)),
+    "no correction, frozen sampler": ("reinforce", Sampler(sigma=NOISE, frozen=True)),
+    "no correction, no mismatch": ("reinforce", Sampler()),
+}
+
+
+def one(prompts: Tensor, tokens: Tensor) -> Tensor:
+    """The same reward for every response."""
+    return torch.ones(prompts.shape[:2])
+
+
+def walk(rule: Estimator, sampler: Sampler, steps: int, place: World) -> Iterator[State]:
+    """Plain steps along the estimator's update."""
+    ascent = Ascent(optimizer="sgd", rate=0.01)
+    return online(
+        place.network,
+        place.start,
+        place.train,
+        rule,
+        ascent,
+        sampler,
+        one,
+        place.generators(TRAIN),
+        steps=steps,
+    )
+
+
+def arms(size: Size) -> Sequence[Arm]:
+    """The four ways to weigh, and two other samplers."""
+    last = size.of(STEPS)
+    marks = sorted({0, *(last * i // 4 for i in range(1, 5))})
+
+    def arm(name: str, entry: str, sampler: Sampler) -> Arm:
+        run: Callable[[World], Iterator[State]] = partial(
+            walk, without_baseline(entry), sampler, last
+        )
+        return Arm(name=name, panel=PANEL, base="mid", walk=run, marks=marks)
+
+    return [arm(name, *given) for name, given in ARMS.items()]
+
+
+def orderings(size: Size) -> Sequence[Ordering]:
+    """Drift without centering, none with it."""
+    says = "With constant reward a policy without score centering drifts away; centered it stays."
+
+    def point(arm: str) -> Point:
+        return Point(panel=PANEL, arm=arm)
+
+    return [
+        Ordering(says=says, source=SOURCE, high=point("centered"), low=point("no correction")),
+        Ordering(
+            says="Truncated importance weights slow the drift down and do not stop it.",
+            source=SOURCE,
+            high=point("centered + TIS"),
+            low=point("token TIS"),
+        ),
+        Ordering(
+            says="Synced back, the drift compounds; a frozen sampler is approached and no more.",
+            source=SOURCE,
+            high=point("no correction, frozen sampler"),
+            low=point("no correction"),
+        ),
+    ]
+
+
+STUDY = Study(
+    name="placebo",
+    title="What moves when every response earns the same?",
+    intro=(
+        "Every response has reward 1, so the gradient of the objective is 0 and a policy that "
+        "moves drifts. The sampler's weights carry a fixed Gaussian direction, 0.2 of each "
+        "matrix's root mean square; 32 prompts with 8 responses a batch, one plain step each.",
+    ),
+    panels=(Panel(name=PANEL),),
+    arms=arms,
+    orderings=orderings,
+)
