@@ -145,14 +145,24 @@ def geometric(
     return trajectory(log_ratio, mask) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
-def _above(effective: Tensor, limit: float) -> Tensor:
-    """exp(e) > limit, by more than rounding."""
+def above(effective: Float[Tensor, "*shape"], limit: float) -> Bool[Tensor, "*shape"]:
+    """exp(e) > limit, by more than rounding.
+
+    Example:
+        >>> above(torch.log(torch.tensor([2.0, 2.1])), 2.0)
+        tensor([False,  True])
+    """
     edge = math.log(limit) if limit > 0 else -math.inf
     return effective > edge + EDGE * torch.finfo(effective.dtype).eps
 
 
-def _below(effective: Tensor, limit: float) -> Tensor:
-    """exp(e) < limit, by more than rounding."""
+def below(effective: Float[Tensor, "*shape"], limit: float) -> Bool[Tensor, "*shape"]:
+    """exp(e) < limit, by more than rounding.
+
+    Example:
+        >>> below(torch.log(torch.tensor([0.5, 0.4])), 0.5)
+        tensor([False,  True])
+    """
     edge = math.log(limit) if limit > 0 else -math.inf
     return effective < edge - EDGE * torch.finfo(effective.dtype).eps
 
@@ -268,7 +278,7 @@ def keep(
         tensor([1., 0.])
     """
     ordered(low=low, high=high)
-    return (~_below(effective, low) & ~_above(effective, high)).to(effective.dtype)
+    return (~below(effective, low) & ~above(effective, high)).to(effective.dtype)
 
 
 @declare("token", reads="sign")
@@ -299,9 +309,9 @@ def clip(
         Schulman et al., 2017, arXiv:1707.06347; Yu et al., 2025, arXiv:2503.14476 (clip_high).
     """
     within(0, math.inf, clip_low=clip_low, clip_high=clip_high)
-    above = (advantages > 0) & _above(effective, 1 + clip_high)
-    below = (advantages < 0) & _below(effective, 1 - clip_low)
-    return torch.where(above | below, 0.0, effective.exp())
+    over = (advantages > 0) & above(effective, 1 + clip_high)
+    under = (advantages < 0) & below(effective, 1 - clip_low)
+    return torch.where(over | under, 0.0, effective.exp())
 
 
 @declare("token", reads="sign")
@@ -332,7 +342,7 @@ def dual_clip(
     """
     positive(cap=cap)
     weight = clip(effective, advantages, clip_low=clip_low, clip_high=clip_high)
-    return torch.where((advantages < 0) & _above(effective, cap), 0.0, weight)
+    return torch.where((advantages < 0) & above(effective, cap), 0.0, weight)
 
 
 @declare("token", reads="sign")

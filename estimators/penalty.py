@@ -191,6 +191,51 @@ def loss_k3_weighted(
     return -coefficient * log_ratio.exp() * reference_ratio
 
 
+@declare("token", "log_ratio")
+def loss_square(
+    log_ratio: Float[Tensor, "*shape"], *, coefficient: float = 0.001
+) -> Float[Tensor, "*shape"]:
+    """Half of the squared log-ratio to the sampler of each token, in the loss.
+
+        c[t] = -coefficient * x[t],   x = log pi - log mu
+
+    Claims:
+        0 on-policy, where the sampler is the policy.
+
+    Args:
+        coefficient: in units of reward; public code that has no half uses twice as much.
+
+    Example:
+        >>> loss_square(torch.tensor([0.5]), coefficient=0.1)
+        tensor([-0.0500])
+    """
+    return -coefficient * log_ratio
+
+
+@declare("response", "log_ratio")
+def loss_square_response(
+    log_ratio: Float[Tensor, "*batch T"], *, coefficient: float = 0.1
+) -> Float[Tensor, "*batch T"]:
+    """Half of the squared log-ratio to the sampler of the whole response, in the loss.
+
+        c[t] = -coefficient * sum(x[u] for all u),   x = log pi - log mu
+
+    Claims:
+        0 on-policy, where the sampler is the policy.
+
+    Args:
+        coefficient: in units of reward.
+
+    Example:
+        >>> loss_square_response(torch.tensor([0.5, 1.0]))
+        tensor([-0.1500, -0.1500])
+
+    References:
+        Kimi team, 2025, arXiv:2501.12599.
+    """
+    return -coefficient * log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+
+
 @declare("token", "logp")
 def entropy(
     logp: Float[Tensor, "*shape"], *, coefficient: float = 0.001
