@@ -26,6 +26,7 @@ from torch.nn.functional import conv1d
 
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member
+from windage.toy.exact.kept import kept, weighing
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import reads_sign, response_moments, response_scale, tree_weights
 from windage.toy.exact.tuples import compositions, spread, ways
@@ -33,7 +34,7 @@ from windage.toy.exact.walk import Walk
 from windage.toy.problems import Problem
 
 # Tables of fewer cells are kept between calls: they depend on reward values only.
-SMALL = 100_000
+SMALL = 400_000
 
 
 def class_values(
@@ -229,20 +230,30 @@ def _on_tree(
     return x.flatten(1), torch.cat(squares).squeeze(1)
 
 
+def _classed(part: Problem, by_length: bool) -> tuple[Walk, Tensor, list[Tensor], Tensor]:
+    """The sampler's measure on one prompt, and its classes."""
+    walk = Walk(part)
+    values, members, mass = class_values(part, walk, by_length=by_length)
+    return walk, values, list(members), mass
+
+
 def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     """Mean and variance from counts of classes, prompt by prompt."""
     coupled = counts_tokens(estimator)
     scale, leaf = 1.0, None
     if not coupled:
         scale, leaf = response_scale(estimator.aggregation, problem, group_size)
-    groups, parts = [], []
+    shared = weighing(estimator), None if leaf is None else (estimator.aggregation, group_size)
+    parts = []
     for p in range(problem.prompts):
-        part = problem.select(p)
-        walk = Walk(part)
-        values, members, mass = class_values(part, walk, by_length=coupled)
-        groups.append(Groups(estimator, values, mass, group_size))
+        part = kept(problem, ("prompt", p), problem.select, p)
+        walk, values, members, mass = kept(part, ("classed", coupled), _classed, part, coupled)
+        group = Groups(estimator, values, mass, group_size)
         own = None if leaf is None else leaf[p : p + 1]
-        parts.append(Contributions(groups[p], *_on_tree(estimator, walk, list(members), own)))
+        key = "classes", coupled, *shared
+        parts.append(
+            Contributions(group, *kept(part, key, _on_tree, estimator, walk, members, own))
+        )
     return combine(estimator, parts, scale).shaped(problem.logits.shape)
 
 
