@@ -26,15 +26,44 @@ PROPERTIES = {
 }
 
 CLIPPED = "A > 0 and ratio > 1 + clip_high, or A < 0 and ratio < 1 - clip_low"
-REACHES = ("own token", "tokens up to it", "tokens from it", "response", "response, geometric")
+DUAL = f"{CLIPPED} or ratio > cap"
+MOVED = "A > 0 and p - q > limit, or A < 0 and q - p > limit"
+DIVERGED = "binary KL > limit, and A > 0 and p > q or A < 0 and p < q"
+LOG_CLIPPED = "A > 0 and log ratio > log_high, or A < 0 and log ratio < -log_low"
+BEHIND = f"{CLIPPED} or log ratio < -delta"
+FAR = "squared log ratio >= tau"
+REACHES = (
+    "own token",
+    "tokens up to it",
+    "tokens from it",
+    "response",
+    "response, geometric",
+    "response, geometric of one-sided",
+    "response, farthest token",
+    "response, over the mean of the group",
+    "response, over the mean of the batch",
+    "own token, over the mean of the batch",
+)
 RULES = (
     "1",
     "ratio",
     "ratio, at most cap",
     "ratio inside [low, high], else 0",
+    "1 inside [low, high], else 0",
     "ratio, 0 beyond the clip",
+    "ratio, 0 beyond the dual clip",
     "ratio between a and b of the sign of A",
+    "1, 0 where A < 0 and log ratio < -delta",
+    "1, 0 beyond the log clip",
+    "ratio sech^2(tau (ratio - 1) / 2)",
+    "ratio^k exp(lambda (1 - ratio))",
+    "1 / ratio if A > 0, else ratio, 0 beyond the dual clip",
+    "ratio, at most cap, 0 where p - q exceeds limit along A",
+    "ratio, at most cap, 0 where binary KL exceeds limit along A",
+    "ratio, 0 from where the mean square reaches tau",
+    "1, 0 on the largest covariances",
 )
+POLICIES = ("policy / sampler", "proximal / sampler", "policy / proximal")
 VALUES: dict[str, tuple[str, ...]] = {
     "scale_on_policy": ("1", "(G - 1) / G", "1 / L", "(G - 1) / (G L)"),
     "mean": (
@@ -47,8 +76,31 @@ VALUES: dict[str, tuple[str, ...]] = {
     "weight": tuple(
         rule if rule == "1" else f"{rule}; {reach}" for rule in RULES for reach in REACHES
     ),
-    "zero_region": ("nowhere", CLIPPED, "ratio < low or ratio > high", "A < 0"),
-    "share": ("1 / N", "1 / (N T)", "1 / (N L)", "1 / tokens of the batch"),
+    "zero_region": (
+        "nowhere",
+        CLIPPED,
+        "ratio < low or ratio > high",
+        "A < 0",
+        DUAL,
+        MOVED,
+        DIVERGED,
+        LOG_CLIPPED,
+        BEHIND,
+        FAR,
+    ),
+    "share": (
+        "1 / N",
+        "1 / (N T)",
+        "1 / (N L)",
+        "1 / tokens of the batch",
+        "1 / (P tokens of the group)",
+    ),
+    "objective": (
+        "largest of k rewards",
+        "largest of G rewards",
+        "log p, series to order G",
+        "log p, series to order G - 1",
+    ),
     "on_policy_as": ("1", "(G - 1) / G", "1 / L"),
     "proportional_to": ("1", "(G - 1) / G"),
 }
@@ -58,6 +110,7 @@ VALUED = {
     "weight": "the factor that the correction puts on a token",
     "zero_region": "where the advantage is not 0 and the coefficient is",
     "share": "the factor that the aggregation puts on a token",
+    "objective": "another objective, whose gradient the mean is, on-policy",
     "on_policy_as": "sample by sample a multiple of a sibling, on-policy",
     "proportional_to": "sample by sample a multiple of a sibling, off-policy too",
 }
@@ -67,7 +120,7 @@ ALWAYS = {
     "masked_tokens": "tokens that the policy did not choose change nothing, wherever they stand",
     "absent_rows": "a response that never arrived counts nowhere",
     "partition": "micro-batches and ranks add up to the whole batch",
-    "other_groups": "rewards of other prompts do not touch a response",
+    "other_groups": "rewards of other prompts touch a response if and only if its scope is batch",
     "rejected_rows": "a rejected response leaves every other coefficient as it was",
     "rises_with_reward": "a higher reward never lowers a response's own advantage",
     "empty_rows": "a response without trainable tokens counts as a response and adds nothing",
@@ -85,7 +138,7 @@ class Claim:
     Args:
         property: one of `PROPERTIES` or `VALUED`.
         holds: False where the property is claimed not to hold.
-        value: how a valued property holds, one of `VALUES`.
+        value: how a valued property holds, one of `VALUES`; of a weight a product of such.
         of: the sibling that a relation names.
     """
 
@@ -98,7 +151,10 @@ class Claim:
         if self.property not in PROPERTIES and self.property not in VALUED:
             raise unknown("claim", self.property, [*PROPERTIES, *VALUED])
         allowed = VALUES.get(self.property, (None,))
-        if self.value not in allowed:
+        if self.property == "weight":
+            for factor in str(self.value).split(" × "):
+                _check_factor(factor)
+        elif self.value not in allowed:
             raise unknown(f"value of {self.property}", str(self.value), map(str, allowed))
 
     def describe(self) -> str:
@@ -106,6 +162,14 @@ class Claim:
         if self.value is None:
             return "holds" if self.holds else "does not hold"
         return self.value if self.of is None else f"{self.of} × {self.value}"
+
+
+def _check_factor(words: str) -> None:
+    """Refuse a factor of a weight that is not `rule; reach` or `rule; reach; policies`."""
+    known = {"weight rule": RULES, "reach": REACHES, "pair of policies": POLICIES}
+    for word, (kind, allowed) in zip(words.split("; "), known.items(), strict=False):
+        if word not in allowed:
+            raise unknown(kind, word, allowed)
 
 
 def claims(*held: str) -> tuple[Claim, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from windage.analysis.audit.logged import (
     gap,
     random_rows,
     run,
+    scored,
 )
 from windage.analysis.audit.moments import factor, sized
 from windage.analysis.audit.rows import Finding, worst
@@ -32,6 +33,7 @@ from windage.estimators.estimator import Coefficients
 Settings = Mapping[str, Any]
 BESIDE = 1e-9
 LARGE, LARGER = 30.0, 600.0
+REWARDS = torch.linspace(-1, 1, 5, dtype=torch.float64)
 
 
 def _limits(sign: float, s: Settings) -> tuple[float, float]:
@@ -65,11 +67,27 @@ ZERO: Mapping[str, Callable[[float, float, Settings], bool]] = {
     "ratio < low or ratio > high": lambda ratio, sign, s: not s["low"] <= ratio <= s["high"],
     "A < 0": lambda ratio, sign, s: sign < 0,
 }
-SHARES: Mapping[str, Callable[[int, int, int, float], float]] = {
-    "1 / N": lambda responses, tokens, total, length: 1 / responses,
-    "1 / (N T)": lambda responses, tokens, total, length: 1 / (responses * tokens),
-    "1 / (N L)": lambda responses, tokens, total, length: 1 / (responses * length),
-    "1 / tokens of the batch": lambda responses, tokens, total, length: 1 / total,
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What a share may look at: responses and prompts of the batch, tokens of each kind."""
+
+    responses: int
+    prompts: int
+    own: int
+    group: int
+    batch: int
+    length: float
+
+
+SHARES: Mapping[str, Callable[[Counted], float]] = {
+    "1 / N": lambda of: 1 / of.responses,
+    "1 / (N T)": lambda of: 1 / (of.responses * of.own),
+    "1 / (N L)": lambda of: 1 / (of.responses * of.length),
+    "1 / tokens of the batch": lambda of: 1 / of.batch,
+    "1 / (P tokens of the group)": lambda of: 1 / (of.prompts * of.group),
 }
 
 
@@ -142,36 +160,48 @@ def share(subject: Subject, claim: Claim, seed: int) -> Finding:
     present = [i for i, r in enumerate(rows.rewards) if r is not None]
     tokens = {i: sum(rows.mask[i]) for i in present}
     size = 0.0
-    length = float(subject.ready.settings.get("length") or LENGTH)
     for i in present:
+        counted = Counted(
+            responses=len(present),
+            prompts=len({rows.groups[j] for j in present}),
+            own=tokens[i],
+            group=sum(tokens[j] for j in present if rows.groups[j] == rows.groups[i]),
+            batch=sum(tokens.values()),
+            length=float(subject.ready.settings.get("length") or LENGTH),
+        )
         for t, own in enumerate(found[i]["own"]):
             step = found[i]["advantage"][t] * found[i]["weight"][t]
             if step == 0 and own == 0:
                 continue
-            want = SHARES[claim.value](len(present), tokens[i], sum(tokens.values()), length)
+            want = SHARES[claim.value](counted)
             size = max(size, abs(own / step - want) / want if step != 0 else math.inf)
     return Finding(size=size, witness=f"random rows (seed {seed}), one empty and one absent")
 
 
-def _grid(subject: Subject, log_ratios: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficient over advantage of one-token responses, for A > 0 and for A < 0."""
+def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
+    """Coefficients of one-token responses by the sign of the advantage; one of 0 is left out."""
     m = len(log_ratios)
     shape = (m, 1, 2, 1)
     logp = torch.full(shape, -1.0, dtype=torch.float64)
     zeros = torch.zeros_like(logp)
+    least = -1.0 if subject.estimator.advantage.traits.rewards == "any" else 0.0
+    rewards = torch.tensor([[1.0, least]], dtype=torch.float64).expand(m, 1, 2)
     batch = Batch(
-        rewards=torch.tensor([[1.0, -1.0]], dtype=torch.float64).expand(m, 1, 2),
+        rewards=rewards,
         mask=torch.ones(shape, dtype=torch.bool),
         logp=logp,
         behavior_logp=logp - log_ratios.view(m, 1, 1, 1),
         values=zeros,
+        probability_square=zeros + 1,
         versions=torch.zeros(shape, dtype=torch.long),
         current_version=0,
         head_logp=zeros.unsqueeze(-1),
         head_behavior_logp=zeros.unsqueeze(-1),
     )
-    found = subject.whole(subject.ready, batch)
-    return found.own[:, 0, 0, 0], found.own[:, 0, 1, 0]
+    found = subject.whole(subject.ready, scored(batch, rewards))
+    advantages = found.terms.advantages.expand_as(found.own)[0, 0, :, 0].tolist()
+    pairs = zip(advantages, found.own[:, 0, :, 0].unbind(-1), strict=True)
+    return [(math.copysign(1.0, a), own) for a, own in pairs if a != 0]
 
 
 def _edges(settings: Settings) -> list[float]:
@@ -189,7 +219,7 @@ def zero_region(subject: Subject, claim: Claim, seed: int) -> Finding:
     beside = [math.log(e) + d for e in _edges(settings) for d in (-BESIDE, BESIDE)]
     grid = torch.cat([torch.linspace(-6, 6, 481), torch.tensor(beside)]).double().sort().values
     wrong, seen = [], []
-    for sign, own in zip((1.0, -1.0), _grid(subject, grid), strict=True):
+    for sign, own in _grid(subject, grid):
         zero = (own == 0).tolist()
         ratios = grid.exp().tolist()
         want = [ZERO[claim.value](r, sign, settings) for r in ratios]
@@ -223,7 +253,7 @@ def _intervals(ratios: list[float], zero: list[bool]) -> str:
 def bounded(subject: Subject, claim: Claim, seed: int) -> Finding:
     """Growth of the largest coefficient between ratios of e^30 and of e^600, on both signs."""
     grid = torch.tensor([-LARGER, -LARGE, LARGE, LARGER], dtype=torch.float64)
-    sizes = [own.abs() for own in _grid(subject, grid)]
+    sizes = [own.abs() for _, own in _grid(subject, grid)]
     growth = max(float(s.max() / s[1:3].max().clamp(min=1e-300)) for s in sizes)
     size = math.inf if math.isnan(growth) else max(0.0, growth - 1)
     return Finding(size=size, witness="one token, ratios e^±30 and e^±600")
@@ -307,6 +337,12 @@ def _divergence(p: Tensor, q: Tensor) -> Tensor:
     return p * (x - (p * x).sum())
 
 
+def _success(p: Tensor) -> Tensor:
+    """Gradient of the probability of the arms that `_pull_gap` rewards, by the logits of p."""
+    right = (REWARDS > 0).double()
+    return p * (right - (p * right).sum())
+
+
 PULLS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "loss_k1": ("0", lambda pi, ref: torch.zeros_like(pi)),
     "loss_k2": ("-grad KL(pi, ref)", lambda pi, ref: -_divergence(pi, ref)),
@@ -317,15 +353,21 @@ PULLS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
         "grad KL(ref, pi) - grad KL(pi, ref)",
         lambda pi, ref: (pi - ref) - _divergence(pi, ref),
     ),
+    "positive_nll": ("grad P(R > 0)", lambda pi, ref: _success(pi)),
     "entropy": ("grad H(pi)", lambda pi, ref: -_divergence(pi, torch.ones_like(pi))),
 }
 
 
 def penalty(subject: Subject, seed: int) -> Finding | None:
-    """Mean over one on-policy step of what each penalty adds, against the gradient of its name."""
+    """Mean over one on-policy step of what each penalty adds, against the gradient of its name.
+
+    What is normalized together with the rewards of the batch is not what was added: left out.
+    """
     found = []
+    mixed = "token_rewards" in subject.estimator.advantage.traits.needs
+    mixed = mixed and subject.estimator.advantage.traits.scope == "batch"
     for member in subject.estimator.penalties:
-        if member.name in PULLS:
+        if member.name in PULLS and not (mixed and member.traits.place == "token_reward"):
             alone = replace(
                 subject.ready, penalties=(member.change(coefficient=1.0),), admission=()
             )
@@ -340,7 +382,7 @@ def _pull_gap(subject: Subject, pull: Callable[[Tensor, Tensor], Tensor], seed: 
     table = torch.randn((2, 5), generator=generator, dtype=torch.float64).log_softmax(-1)
     logp, reference = table[0].view(1, 5, 1), table[1].view(1, 5, 1)
     batch = Batch(
-        rewards=torch.linspace(-1, 1, 5, dtype=torch.float64).view(1, 5),
+        rewards=REWARDS.view(1, 5),
         mask=torch.ones(1, 5, 1, dtype=torch.bool),
         logp=logp,
         behavior_logp=logp,

@@ -73,7 +73,7 @@ def _moment_rows(estimator: Estimator, name: str, wanted: set[str], seed: int) -
         claim
         for claim in estimator.claims
         if claim.property in wanted
-        and (claim.property in moments.MEASURES or claim.property in ("scale_on_policy", "mean"))
+        and (claim.property in moments.MEASURES or claim.property in moments.VALUED_MEANS)
     ]
     if not asked:
         return []

@@ -16,10 +16,12 @@ from windage.analysis.audit.logged import (
     gap,
     random_rows,
     run,
+    scored,
     trainable,
 )
-from windage.analysis.audit.rows import Finding, worst
+from windage.analysis.audit.rows import SHOWS_ABOVE, Finding, worst
 from windage.estimators.batch import HEAD_FIELDS, TOKEN_FIELDS, Batch
+from windage.estimators.catalogue import CATALOGUE
 
 NOTHING = 0.0
 FAR = 1e4
@@ -141,7 +143,7 @@ def absent_rows(subject: Subject, seed: int) -> Finding:
     found = []
     for value in (NOTHING, 1e3, math.nan):
         rewards = torch.where(batch.get("present"), batch.rewards, value)
-        filled = replace(batch, rewards=rewards)
+        filled = scored(batch, rewards)
         size = gap(trainable(subject.whole(subject.ready, filled), filled), plain)
         witness = f"random rows (seed {seed}), one absent with reward {value:g}"
         found.append(Finding(size=size, witness=witness))
@@ -167,7 +169,7 @@ def partition(subject: Subject, seed: int) -> Finding:
 
 
 def other_groups(subject: Subject, seed: int) -> Finding:
-    """Change one prompt's rewards; responses of the others must keep their coefficients."""
+    """Change one prompt's rewards: others keep their coefficients, unless the scope is batch."""
     rows = random_rows(seed)
     changed = replace(
         rows,
@@ -178,7 +180,12 @@ def other_groups(subject: Subject, seed: int) -> Finding:
     )
     before, after = _by_row(subject, rows), _by_row(subject, changed)
     size = max(gap(a, b) for a, b, g in zip(after, before, rows.groups, strict=True) if g != 0)
-    return Finding(size=size, witness=f"random rows (seed {seed}), other rewards in group 0")
+    witness = f"random rows (seed {seed}), other rewards in group 0"
+    published = CATALOGUE.get(subject.estimator.name, subject.estimator)
+    if published.advantage.traits.scope == "batch":
+        moved = size > SHOWS_ABOVE
+        return Finding(size=0.0 if moved else math.inf, witness=witness, found=f"moved by {size:g}")
+    return Finding(size=size, witness=witness)
 
 
 def rejected_rows(subject: Subject, seed: int) -> Finding | None:
@@ -216,7 +223,7 @@ def rises_with_reward(subject: Subject, seed: int) -> Finding:
     for p, g in torch.nonzero(batch.get("present")).tolist()[::2]:
         rewards = batch.rewards.clone()
         rewards[p, g] += 0.5
-        change = float((advantages(replace(batch, rewards=rewards)) - before)[p, g])
+        change = float((advantages(scored(batch, rewards)) - before)[p, g])
         lowest, highest = min(lowest, change), max(highest, change)
     size = max(0.0, -lowest) if highest > 0 else math.inf
     return Finding(size=size, witness=f"random rows (seed {seed}), one reward raised by 0.5")
@@ -240,7 +247,9 @@ def empty_rows(subject: Subject, seed: int) -> Finding:
 
     masked, empty = hollowed([-1, -1]), hollowed([])
     size = gap(run(subject, masked), run(subject, empty))
-    size = max(size, gap(torch.cat(advantages(empty)), torch.cat(advantages(rows))))
+    by_length = {"lengths", "mask"} & set(subject.estimator.advantage.traits.needs)
+    if not (by_length and subject.estimator.advantage.traits.scope in ("group", "batch")):
+        size = max(size, gap(torch.cat(advantages(empty)), torch.cat(advantages(rows))))
     every = _at(rows, [[-1, -1] for _ in rows.mask])
     batch = every.batch(subject)
     found = subject.whole(subject.ready, batch)
@@ -250,7 +259,7 @@ def empty_rows(subject: Subject, seed: int) -> Finding:
 
 def lone_rows(subject: Subject, seed: int) -> Finding | None:
     """A requested group of one is an error; a lone survivor of a larger group adds nothing."""
-    if subject.estimator.advantage.traits.scope not in ("group", "batch"):
+    if not subject.estimator.compares:
         return None
     rows = random_rows(seed, sizes=(1, 3))
     survivor = rows.batch(subject)

@@ -75,15 +75,31 @@ class Logged:
         )
 
     def batch(self, subject: Subject) -> Batch:
-        """The padded batch."""
-        return subject.assemble(
-            self.rewards,
+        """The padded batch, with rewards and parts of them that the estimator can take."""
+        signed = subject.estimator.advantage.traits.rewards == "any"
+        rewards = [r if r is None or signed else abs(r) for r in self.rewards]
+        batch = subject.assemble(
+            rewards,
             self.groups,
             mask=self.mask,
             group_size=self.group_size,
             current_version=VERSION,
             **self.columns,
         )
+        return scored(batch, batch.rewards)
+
+
+def scored(batch: Batch, rewards: Tensor) -> Batch:
+    """The batch with other rewards, and two components of each that grow with it and add up to it.
+
+    Example:
+        >>> batch = Batch(rewards=torch.zeros(1, 1), mask=torch.ones(1, 1, 1).bool())
+        >>> scored(batch, torch.ones(1, 1)).components.sum(-1)
+        tensor([[1.]])
+    """
+    tilt = 0.2 * torch.sin(2 * rewards)
+    components = torch.stack([rewards / 2 + tilt, rewards / 2 - tilt], -1)
+    return replace(batch, rewards=rewards, components=components)
 
 
 def _column(name: str, length: int, generator: torch.Generator) -> Any:
@@ -95,6 +111,8 @@ def _column(name: str, length: int, generator: torch.Generator) -> Any:
         table = torch.randn(size, generator=generator, dtype=torch.float64).log_softmax(-1)
         return torch.arange(VOCAB).expand(size) if name == "head_ids" else table
     numbers = torch.randn(length, generator=generator, dtype=torch.float64)
+    if name == "probability_square":
+        return (1 + numbers.square()).tolist()
     return (numbers if name == "values" else -1.5 + 0.7 * numbers).tolist()
 
 

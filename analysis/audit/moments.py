@@ -10,10 +10,12 @@ from typing import final
 import torch
 from torch import Tensor
 
+from windage.analysis.audit.objectives import defined, other_gradient
 from windage.analysis.audit.rows import Finding, worst
 from windage.analysis.claims.measures import edited, moments, relative, valued
 from windage.analysis.claims.problems import tree
 from windage.estimators.advantage import constant
+from windage.estimators.batch import Batch
 from windage.estimators.claims import Claim
 from windage.estimators.estimator import Estimator
 from windage.toy.exact.moments import Moments
@@ -23,6 +25,7 @@ from windage.toy.objective import objective
 from windage.toy.problems import Problem, Tree, make
 
 SHIFT = 3.75
+VALUED_MEANS = ("scale_on_policy", "mean", "objective")
 
 
 @final
@@ -92,9 +95,11 @@ def witnesses() -> tuple[Case, ...]:
     """Named problems on which what is claimed not to hold must show it."""
     plain = tree()
     signed = replace(plain, rewards=2 * plain.rewards - 1)
+    real = replace(plain, rewards=torch.sin(2 + 3 * torch.arange(plain.tree.leaves)).double()[None])
     return (
         Case(name="TREE, G = 3", problem=plain, group_size=3),
         Case(name="TREE with rewards 2R - 1, G = 2", problem=signed, group_size=2),
+        Case(name="TREE with real rewards, G = 3", problem=real, group_size=3),
     )
 
 
@@ -110,23 +115,36 @@ def facts(estimator: Estimator, case: Case) -> Facts | None:
     """Moments of an estimator on a case; None where it needs a critic and there are two prompts."""
     problem = case.problem
     ready = sized(estimator, problem.tree.horizon)
+    if ready.advantage.traits.rewards == "nonnegative":
+        problem = replace(problem, rewards=problem.rewards - problem.rewards.min().clamp(max=0))
 
     def run(variant: Problem) -> Moments:
-        if "values" not in ready.needs:
+        if "values" in ready.needs:
+            critic = torch.sin(1 + 2 * torch.arange(problem.tree.prefixes, dtype=torch.float64))
+            edit = valued(variant, critic)
+        elif "components" in ready.needs:
+            edit = parted
+        else:
             return moments(ready, variant, case.group_size)
-        critic = torch.sin(1 + 2 * torch.arange(problem.tree.prefixes, dtype=torch.float64))
         draws = every_multiset(variant, case.group_size)
-        return edited(ready, variant, valued(variant, critic), draws=draws)
+        return edited(ready, variant, edit, draws=draws)
 
     if "values" in ready.needs and problem.prompts > 1:
         return None
     return Facts(
-        case=case,
+        case=replace(case, problem=problem),
         gradient=objective(problem).gradient,
         on=run(problem.on_policy()),
         off=run(problem),
         shifted=run(replace(problem, rewards=problem.rewards + SHIFT)),
     )
+
+
+def parted(batch: Batch, index: Tensor) -> Batch:
+    """Two components of each reward that add up to it, apart by a number of the response's own."""
+    tilt = torch.sin(1 + 2 * index.double())
+    components = torch.stack([batch.rewards / 2 + tilt, batch.rewards / 2 - tilt], -1)
+    return replace(batch, components=components)
 
 
 def _bias(mean: Tensor, found: Facts) -> float:
@@ -195,6 +213,9 @@ def identity(problem: Problem, value: str, baseline: Tensor) -> Tensor:
 
 def _expected(estimator: Estimator, claim: Claim, found: Facts, multiple: str) -> Tensor:
     case, problem = found.case, found.case.problem
+    if claim.property == "objective":
+        assert claim.value is not None
+        return other_gradient(claim.value, problem, case.group_size, estimator.settings)
     length = float(dict(estimator.aggregation.settings).get("length") or problem.tree.horizon)
     times = factor(multiple, case.group_size, length)
     if claim.property == "scale_on_policy":
@@ -227,8 +248,10 @@ def valued_mean(estimator: Estimator, claim: Claim, known: list[Facts]) -> Findi
     multiple = claim.value if claim.property == "scale_on_policy" else own.get("scale_on_policy")
     sizes = []
     for found in known:
+        if claim.property == "objective" and not defined(claim.value, found.case.problem):
+            continue
         expected = _expected(estimator, claim, found, multiple or "1")
-        mean = found.on.mean if claim.property == "scale_on_policy" else found.off.mean
+        mean = found.off.mean if claim.property == "mean" else found.on.mean
         size = relative(mean - expected, found.gradient)
         sizes.append(Finding(size=size, witness=found.case.name))
     return worst(sizes)
