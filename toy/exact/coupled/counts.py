@@ -19,7 +19,6 @@ from torch import Tensor
 from windage.toy.exact.coupled.tilted import Expansion, Tilt
 
 CELLS = 4_000_000
-LEAST = 1e-290
 
 
 def by_counts(
@@ -41,7 +40,7 @@ def by_counts(
         first, second: P(n, t) times the weights of the nodes, for the mean and the mean square.
         signs: of the advantage, for which contributions differ.
     """
-    mass = tilt.mass(members).clamp(min=LEAST)
+    mass = tilt.masses(members)
     if signs > 1:
         advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
         counts, mass, members = counts.repeat(1, 2), mass.repeat(2, 1), members.repeat(2, 1)
@@ -58,7 +57,7 @@ def by_counts(
     return Expansion(
         features=members,
         sign=sign,
-        kernel=(pairs - own) / (mass.unsqueeze(1) * mass),
+        kernel=(pairs - own) / mass.unsqueeze(1) / mass,
         mean=mean.view(signs, -1, mean.shape[1]).sum(1),
         square=square.view(signs, -1, square.shape[1]).sum(1),
     )

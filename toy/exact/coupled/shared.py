@@ -97,12 +97,8 @@ class Prompt:
 
     def chance(self, tilt: Tilt) -> Float[Tensor, "C Q"]:
         """Probability of each row of counts times E[e^(-t S)] of its groups."""
-        mass = tilt.mass(self.members).clamp(min=LEAST)
-        log_mass = self.groups.mass.clamp(min=LEAST).log()
-        return (
-            self.groups.chance.log().unsqueeze(1)
-            + self.groups.counts @ (mass.log() - log_mass.unsqueeze(1))
-        ).exp()
+        shrunk = tilt.masses(self.members).log() - self.groups.mass.log().unsqueeze(1)
+        return self.groups.chance.unsqueeze(1) * (self.groups.counts @ shrunk).exp()
 
     def kept(self, tilt: Tilt) -> Float[Tensor, "C Q"]:
         """The same for the groups that admission keeps, given that it does."""

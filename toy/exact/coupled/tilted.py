@@ -28,8 +28,10 @@ from windage.toy.exact.walk import Walk
 
 CELLS = 2_000_000
 # Nodes whose pairs count for less than this part of the largest are left out.
-NEGLIGIBLE = 1e-24
+NEGLIGIBLE = 1e-28
 FEWER = 4
+# A class whose tilted share of the responses is smaller has this share.
+LEAST = 1e-140
 
 
 @final
@@ -52,6 +54,11 @@ class Tilt:
         """E[f e^(-t s)] of one response."""
         by_value = features.new_zeros((len(features), len(self.values)))
         return by_value.index_add(1, self.place, features * self.flow) @ self.table.T
+
+    def masses(self, members: Float[Tensor, "R K"]) -> Float[Tensor, "R Q"]:
+        """The same for classes of responses, above 0 so that it may be divided by."""
+        found = self.mass(members)
+        return torch.maximum(found, LEAST * found.sum(0))
 
     def weighted(self, coefficients: Float[Tensor, "F Q"]) -> Float[Tensor, "F K"]:
         """Sum over nodes of coefficient times e^(-t s), for every response."""
@@ -89,7 +96,7 @@ class Contribution:
     """
 
     def __init__(self, estimator: Estimator, walk: Walk, leaf: Float[Tensor, " K"]) -> None:
-        self.walk = walk
+        self.walk, self.leaf = walk, leaf.abs()
         self.chosen = signs(estimator)
         self.weights: list[Weights] = [
             tree_weights(estimator, walk, sign, leaf.unsqueeze(0)) for sign in self.chosen
@@ -122,8 +129,9 @@ class Contribution:
         """Sum over nodes of kernel[a, b] X_a . X_b."""
         if len(terms.features) == 0:
             return tilt.table.new_zeros(())
-        size = terms.kernel.abs().amax((0, 1))
-        used = (size > NEGLIGIBLE * size.max()).nonzero().squeeze(1)
+        reach = tilt.mass(terms.features.abs() * self.leaf)
+        size = torch.einsum("abq,aq,bq->q", terms.kernel.abs(), reach, reach)
+        used = (~(size <= NEGLIGIBLE * size.max())).nonzero().squeeze(1)
         kernel, table = terms.kernel[..., used], tilt.table[used]
         if len(tilt.values) * FEWER <= max(len(used), FEWER):
             by_value = torch.eye(len(tilt.values), dtype=table.dtype)[:, tilt.place]
