@@ -29,6 +29,9 @@ PAGES = {
     "study": "windage.analysis.studies.study_page",
 }
 
+# Rows beyond which nobody reads a document by eye.
+MANY = 2_000
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,12 @@ def table(document: Mapping[str, Any]) -> Rendered:
     return Rendered(title=f"windage {name}", table=from_rows(document["rows"]))
 
 
+def _json(document: Mapping[str, Any]) -> bytes:
+    """A document as a file, indented where a person might read it."""
+    indent = 1 if len(document["rows"]) <= MANY else None
+    return (json.dumps(document, indent=indent, allow_nan=False) + "\n").encode()
+
+
 def write(document: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write a document in every form.
 
@@ -127,7 +136,7 @@ def write(document: Mapping[str, Any], folder: Path) -> list[Path]:
     made = page(document)
     rows = frame(document["rows"])
     contents: dict[str, bytes] = {
-        f"{name}.json": (json.dumps(document, indent=1, allow_nan=False) + "\n").encode(),
+        f"{name}.json": _json(document),
         f"{name}.csv": rows.to_csv(index=False, lineterminator="\n").encode(),
         f"{name}.parquet": rows.to_parquet(index=False),
         f"{name}.html": html(made).encode(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 NULL = "–"
@@ -53,8 +54,12 @@ class Table:
 
     def is_number(self, column: Column) -> bool:
         """Whether a column is to be aligned at its right."""
-        values = [row.get(column.key) for row in self.rows]
-        return not any(isinstance(value, str) for value in values)
+        return column.key not in self._words
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        """Keys under which some row holds a word."""
+        return frozenset(k for row in self.rows for k, v in row.items() if isinstance(v, str))
 
 
 def text(value: Any, *, percent: bool = False) -> str:

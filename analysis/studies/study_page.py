@@ -35,6 +35,8 @@ MEANING = (
 )
 
 FARTHEST = 8.0
+MOST_ROWS = 500
+MOST_LINES = 30
 NAMED: Mapping[str, Any] = {"length": length_page, "staleness": staleness_page}
 
 
@@ -71,8 +73,8 @@ def swept(document: Document) -> list[str]:
 def rows_table(document: Document) -> Table:
     """Every row; figures that were sampled carry their standard error."""
     given = _given(document["rows"])
-    shown = []
-    for row in document["rows"]:
+    shown: list[Mapping[str, Any]] = []
+    for row in document["rows"][:MOST_ROWS]:
         errors = row["standard_error"] or {}
         cells = {key: _cell(row[key], errors.get(key)) for key in FIGURES}
         names = {key: row[key] for key in swept(document)}
@@ -89,6 +91,8 @@ def rows_table(document: Document) -> Table:
 def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Why figures are missing, and what a scale that is not above 0 means."""
     notes = reasons(rows, "estimator")
+    if (more := len(rows) - MOST_ROWS) > 0:
+        notes.insert(0, f"{more:,} more rows: --json and --out have them.")
     if any(row[key] is None for row in rows if not row.get("reason") for key in FIGURES):
         notes.append("– without a reason: a quotient by 0")
     if any(row["scale"] is not None and row["scale"] <= 0 for row in rows):
@@ -163,18 +167,20 @@ def tradeoff(document: Document) -> Figure | None:
 def sweep_figure(document: Document, key: str) -> Figure | None:
     """Bias and variance against the last key of a sweep, one line an estimator."""
     values = document["sweep"][key]
-    others = [k for k in swept(document) if k != key]
-    given = _given(document["rows"])
+    rows, fixed = _few(document, key)
+    others = [k for k in swept(document) if k not in (key, *fixed)]
+    given = _given(rows)
     series: dict[str, dict[Any, Mapping[str, Any]]] = {}
-    for row in document["rows"]:
+    for row in rows:
         place = "".join(f", {k} {text(row[k])}" for k in others)
         series.setdefault(row["estimator"] + given(row) + place, {})[row[key]] = row
     panels = {
         "relative_bias_rescaled": "bias / gradient, rescaled",
         "variance_rescaled": "variance, rescaled",
     }
-    if not any(row[panel] is not None for row in document["rows"] for panel in panels):
+    if not any(row[panel] is not None for row in rows for panel in panels):
         return None
+    where = f" at {text(fixed)}" if fixed else ""
 
     def paint(figure: Any) -> list[Later]:
         later: list[Later] = []
@@ -193,10 +199,26 @@ def sweep_figure(document: Document, key: str) -> Figure | None:
         f"study_{key}",
         paint,
         size=(11, 4.2),
-        caption=f"Bias and variance after dividing by scale, against {key}; a gap where scale is "
-        f"not above 0. {how(document)}",
+        caption=f"Bias and variance after dividing by scale, against {key}{where}; a gap where "
+        f"scale is not above 0. {how(document)}",
         alt=f"Bias and variance of {len(series)} estimators against {key}.",
     )
+
+
+def _few(document: Document, key: str) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+    """Rows for few enough lines against a key, and where the other swept keys were held for that.
+
+    The slowest keys are held at the middle of their values first.
+    """
+    rows: Sequence[Mapping[str, Any]] = document["rows"]
+    fixed: dict[str, Any] = {}
+    for other in swept(document):
+        if len(rows) <= MOST_LINES * len(document["sweep"][key]) or other == key:
+            break
+        values = document["sweep"][other]
+        fixed[other] = values[len(values) // 2]
+        rows = [row for row in rows if row[other] == fixed[other]]
+    return rows, fixed
 
 
 def _point(row: Mapping[str, Any] | None, panel: str) -> float | None:
