@@ -15,7 +15,7 @@ from windage.cli import specs
 from windage.cli.output import one_thread, progress, show, write
 from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
-from windage.estimators.index import SETTINGS
+from windage.estimators.index import FIRST, SETTINGS
 from windage.toy.problem_file import Document, Shape, read, refuse_size
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def check(arguments: argparse.Namespace) -> Request | None:
         flag = f"--{asked[0].replace('_', '-')}"
         raise BadInput(f"--study {arguments.study}: {flag} is set by the study; allowed: no {flag}")
     behavior = None if arguments.behavior is None else specs.behavior(arguments.behavior)
-    estimators = tuple(map(specs.estimator, arguments.estimators or SETTINGS))
+    estimators = tuple(map(specs.estimator, arguments.estimators or FIRST))
     named = specs.built_in(PROBLEM if arguments.problem is None else arguments.problem)
     sweep = _sweep(arguments.sweep or (), estimators, behavior, named)
     group_size = arguments.group_size or GROUP_SIZE

@@ -10,11 +10,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from windage.estimators import more_advantages
 from windage.estimators.admission import staleness_cap, zero_variance
 from windage.estimators.advantage import constant, gae, group_mean, group_std, leave_one_out
 from windage.estimators.aggregation import constant_length, sequence_mean, token_mean, token_sum
 from windage.estimators.centering import exact
-from windage.estimators.claims import DECLARED
+from windage.estimators.claims import DECLARED, Claim
 from windage.estimators.correction import (
     Correction,
     band,
@@ -210,8 +211,19 @@ _COMPOSED = (
     ),
 )
 
-ENTRIES: tuple[Estimator, ...] = tuple(
+_SECOND: tuple[tuple[tuple[Estimator, ...], dict[str, tuple[Claim, ...]]], ...] = (
+    (more_advantages.COMPOSED, more_advantages.DECLARED),
+)
+FIRST: tuple[Estimator, ...] = tuple(
     replace(entry, claims=DECLARED[entry.name]) for entry in _COMPOSED
+)
+ENTRIES: tuple[Estimator, ...] = (
+    *FIRST,
+    *(
+        replace(entry, claims=declared[entry.name], tier=2)
+        for composed, declared in _SECOND
+        for entry in composed
+    ),
 )
 CATALOGUE = MappingProxyType({entry.name: entry for entry in ENTRIES})
 

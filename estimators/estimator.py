@@ -49,6 +49,7 @@ class Estimator:
         paper: where it was published.
         differences: numbered, from the paper and from popular frameworks.
         claims: what the toy side decides.
+        tier: 1 for the recipes that a study compares unless told otherwise, 2 for the rest.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Estimator:
     paper: str = ""
     differences: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
+    tier: int = 1
 
     def __post_init__(self) -> None:
         for correction in self.corrections if self.centering is not None else ():

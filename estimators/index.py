@@ -33,3 +33,30 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "centered_mask": ("low", "high"),
     "starting_point": ("cap", "length", "max_lag"),
 }
+FIRST = tuple(SETTINGS)
+_GROUP = ("ddof", "eps", *_CLIP)
+SETTINGS |= {
+    "batch_std": _GROUP,
+    "reinforce_plus_plus": ("gamma", "eps", *_CLIP, "coefficient"),
+    "reinforce_plus_plus_baseline": ("eps", *_CLIP),
+    "gdpo": ("component_weights", *_GROUP),
+    "maxrl": (),
+    "success_average": (),
+    "pass_at_k": ("k",),
+    "pkpo": ("k",),
+    "max_minus_second": (),
+    "prompt_mean": ("cap",),
+    "opo": (),
+    "opo_leave_one_out": (),
+    "optimal_token_baseline": (),
+    "optimal_token_baseline_leave_one_out": (),
+    "off_policy_reinforce": ("baseline",),
+    "ppo_length_adaptive": ("gamma", "alpha", *_CLIP, "coefficient"),
+    "luspo": _GROUP,
+    "rloo_k1_reward": ("coefficient",),
+    "grpo_k2": (*_GROUP, "coefficient"),
+    "grpo_k3": (*_GROUP, "coefficient"),
+    "grpo_k3_weighted": (*_GROUP, "coefficient"),
+    "grpo_entropy": (*_GROUP, "coefficient"),
+}
+

@@ -155,9 +155,10 @@ def decoupled_std(
     """
     parts = promote(components).movedim(-1, 0)
     weights = (1.0,) * len(parts) if component_weights is None else component_weights
-    if len(weights) != len(parts):
+    if not isinstance(weights, tuple) or len(weights) != len(parts):
         raise BadInput(
-            f"component_weights has {len(weights)} entries; allowed: {len(parts)}, one a component"
+            f"component_weights is {weights}; allowed: a tuple of {len(parts)} numbers, one a "
+            "component"
         )
     present = everyone(parts[0], present)
     normed = [group_std(part, present, ddof=ddof, eps=eps) for part in parts]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from windage.analysis.studies.reading import reading
 from windage.analysis.studies.study import SCHEMA, about_objective, about_problem, bind, row
-from windage.estimators.catalogue import ENTRIES
+from windage.estimators.catalogue import FIRST
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
 from windage.toy.exact.walk import Walk
@@ -130,14 +130,14 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
     rows: list[dict[str, Any]] = []
     sites = []
     first = problem(LENGTHS[0])
-    total = len(LENGTHS) * len(LAGS) * len(ENTRIES)
+    total = len(LENGTHS) * len(LAGS) * len(FIRST)
     for length in LENGTHS:
         fresh = problem(length)
         target, step = objective(fresh), rate(fresh)
         for steps in LAGS:
             behind = with_behavior(fresh, "stale", steps=steps, rate=step)
             sites.append(site(behind, steps, step))
-            rows += [line(entry, behind, target, steps) for entry in ENTRIES]
+            rows += [line(entry, behind, target, steps) for entry in FIRST]
             advance(len(rows), total)
     document: dict[str, Any] = {
         "schema": SCHEMA,
