@@ -20,7 +20,7 @@ from windage.toy.exact.affine import affine_coefficients
 from windage.toy.exact.classes import signs
 from windage.toy.exact.coupled.baseline import by_length, over_lengths
 from windage.toy.exact.coupled.counts import by_counts
-from windage.toy.exact.coupled.shared import Powers, Prompt, nodes_of, others
+from windage.toy.exact.coupled.shared import Nodes, Powers, Prompt, nodes_of, others
 from windage.toy.exact.coupled.siblings import Sums, by_siblings
 from windage.toy.exact.coupled.tilted import Contribution, Expansion, Tilt
 from windage.toy.exact.moments import Moments
@@ -82,10 +82,11 @@ def is_sums(estimator: Estimator) -> bool:
     return not reads_sign(estimator) and (traits.linear or over_lengths(estimator))
 
 
-def _expansion(
-    estimator: Estimator, prompt: Prompt, tilt: Tilt, first: Tensor, second: Tensor
-) -> Expansion:
-    """One prompt's part, given the weights of the nodes."""
+def expansion(prompts: list[Prompt], p: int, tilt: Tilt, nodes: Nodes) -> Expansion:
+    """One prompt's part where its advantages look at its own group only."""
+    prompt, estimator = prompts[p], prompts[p].estimator
+    rest = others(prompts, p, nodes.others, conditioned=True)
+    first, second = nodes.first * rest, nodes.second * rest
     number = len(signs(estimator))
     if not is_sums(estimator):
         kept, groups = prompt.kept(tilt), prompt.groups
@@ -98,28 +99,46 @@ def _expansion(
     return by_siblings(tilt, sums, prompt.group_size, first, second, number)
 
 
-def ratios(shared: Shared, problem: Problem, group_size: int) -> Moments:
+Expand = Callable[[list[Prompt], int, Tilt, Nodes], Expansion]
+
+
+def ratios(
+    shared: Shared,
+    problem: Problem,
+    group_size: int,
+    *,
+    expand: Expand = expansion,
+    classes_by_length: bool = False,
+) -> Moments:
     """Mean, variance and drift of an estimator over a shared denominator.
 
     Args:
         shared: of `weights` or `tokens`.
         problem: all prompts.
         group_size: responses of a group.
+        expand: one prompt's part, given the prompts and the nodes.
+        classes_by_length: whether that counts groups by length as well as by reward.
     """
-    estimator, g = shared.estimator, group_size
-    each = range(problem.prompts)
-    prompts = [Prompt(estimator, problem.select(p), g, shared.s[p : p + 1]) for p in each]
+    estimator = shared.estimator
+    prompts = [
+        Prompt(
+            estimator,
+            problem.select(p),
+            group_size,
+            shared.s[p : p + 1],
+            by_length=classes_by_length,
+        )
+        for p in range(problem.prompts)
+    ]
     extra = int(over_lengths(estimator))
     powers = Powers(group=shared.powers.group + extra, batch=shared.powers.batch)
     means, drifts, variance = [], [], problem.logits.new_zeros(())
     for p, prompt in enumerate(prompts):
         one = Contribution(estimator, prompt.walk, shared.leaf[p])
         nodes = nodes_of(prompts, p, powers.merged(problem.prompts))
-        rest = others(prompts, p, nodes.others, conditioned=True)
         tilt = Tilt(prompt.walk, prompt.s, nodes.own)
-        terms = _expansion(estimator, prompt, tilt, nodes.first * rest, nodes.second * rest)
         drift = _drift(prompts, p, shared.powers.merged(problem.prompts))
-        mean, square, plain = one.moments(tilt, terms, drift)
+        mean, square, plain = one.moments(tilt, expand(prompts, p, tilt, nodes), drift)
         means.append(mean)
         drifts.append(plain)
         variance = variance + square - mean @ mean

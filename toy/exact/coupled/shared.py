@@ -69,12 +69,20 @@ class Prompt:
         problem: of one prompt.
         group_size: responses of a group.
         s: what each response adds, above 0.
+        by_length: whether groups are counted by length as well as by reward.
     """
 
     def __init__(
-        self, estimator: Estimator, problem: Problem, group_size: int, s: Float[Tensor, "1 K"]
+        self,
+        estimator: Estimator,
+        problem: Problem,
+        group_size: int,
+        s: Float[Tensor, "1 K"],
+        *,
+        by_length: bool = False,
     ) -> None:
         self.estimator, self.problem, self.group_size = estimator, problem, group_size
+        self.by_length = by_length
         self.walk = Walk(problem)
         drawn = self.walk.leaf_flow[0] > 0
         self.s = torch.where(drawn, s[0], s[0, drawn].max())
@@ -82,18 +90,22 @@ class Prompt:
 
     @cached_property
     def groups(self) -> Groups:
-        """Groups by the counts of their rewards."""
-        values, _, mass = self._classes
-        return Groups(self.estimator, values, mass, self.group_size)
+        """Groups by the counts of their classes."""
+        return Groups(self.estimator, self.values, self._classes[2], self.group_size)
+
+    @property
+    def values(self) -> Float[Tensor, "R 2"]:
+        """Reward and length of each class."""
+        return self._classes[0]
 
     @property
     def members(self) -> Float[Tensor, "R K"]:
-        """1 for the responses of each reward."""
+        """1 for the responses of each class."""
         return self._classes[1].squeeze(1)
 
     @cached_property
     def _classes(self) -> tuple[Tensor, Tensor, Tensor]:
-        return class_values(self.problem, self.walk, by_length=False)
+        return class_values(self.problem, self.walk, by_length=self.by_length)
 
     def chance(self, tilt: Tilt) -> Float[Tensor, "C Q"]:
         """Probability of each row of counts times E[e^(-t S)] of its groups."""

@@ -64,6 +64,23 @@ class Tilt:
         """Sum over nodes of coefficient times e^(-t s), for every response."""
         return (coefficients @ self.table)[:, self.place]
 
+    def few(self, used: int) -> bool:
+        """Whether s takes few values beside the nodes used."""
+        return len(self.values) * FEWER <= max(used, FEWER)
+
+    def by_value(self) -> Float[Tensor, "L K"]:
+        """1 for the responses of each value of s."""
+        return torch.eye(len(self.values), dtype=self.table.dtype)[:, self.place]
+
+    def basis(self, used: int) -> tuple[Float[Tensor, "B K"], Float[Tensor, "Q B"]]:
+        """Functions of the response of which the tilts are combinations, and how.
+
+        The values of s where they are few beside the nodes `used`, else the tilts themselves.
+        """
+        if self.few(used):
+            return self.by_value(), self.table
+        return self.table[:, self.place], torch.eye(len(self.nodes), dtype=self.table.dtype)
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,9 +150,8 @@ class Contribution:
         size = torch.einsum("abq,aq,bq->q", terms.kernel.abs(), reach, reach)
         used = (~(size <= NEGLIGIBLE * size.max())).nonzero().squeeze(1)
         kernel, table = terms.kernel[..., used], tilt.table[used]
-        if len(tilt.values) * FEWER <= max(len(used), FEWER):
-            by_value = torch.eye(len(tilt.values), dtype=table.dtype)[:, tilt.place]
-            x = self.vectors(terms, by_value)
+        if tilt.few(len(used)):
+            x = self.vectors(terms, tilt.by_value())
             gram = x.flatten(0, 1) @ x.flatten(0, 1).T
             weight = torch.einsum("abq,ql,qm->albm", kernel, table, table)
             return (weight.flatten() * gram.flatten()).sum()
