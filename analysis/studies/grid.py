@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, final
 
-from windage.estimators.catalogue import CATALOGUE
+from windage.estimators.catalogue import CATALOGUE, FIRST
 from windage.estimators.errors import BadInput
 from windage.toy.behavior import KINDS, with_behavior
 from windage.toy.chains import CHAINS
@@ -38,16 +38,21 @@ class Settings:
         engine: "auto", "sampling" or one of the exact engines.
         seed: of whatever is drawn.
         samples: most batches of a sampled row; None: about ten seconds' worth.
+        error: root mean squared error, in units of the gradient, that rows are to reach.
+        frontier: compare rows with the best own-token weights, errors at so many batches; None: do
+            not.
     """
 
     problem: Document | tuple[str, Values] = ("token_tree", {})
-    estimators: tuple[tuple[str, Values], ...] = tuple((name, {}) for name in CATALOGUE)
+    estimators: tuple[tuple[str, Values], ...] = tuple((entry.name, {}) for entry in FIRST)
     group_size: int = 4
     behavior: tuple[str, Values] | None = None
     sweep: Mapping[str, tuple[Number, ...]] = field(default_factory=dict)
     engine: str = "auto"
     seed: int = 0
     samples: int | None = None
+    error: float = 0.1
+    frontier: float | None = None
 
 
 @final

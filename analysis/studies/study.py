@@ -16,11 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from windage.analysis.studies.best import beside_frontier
+from windage.analysis.studies.decision import decided
 from windage.analysis.studies.figures import NAMES, from_moments, from_sample
 from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, cells, sites
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
+from windage.toy.exact.mismatch import mismatch
 from windage.toy.exact.moments import Undefined
 from windage.toy.exact.plan import (
     BUDGET,
@@ -106,14 +109,23 @@ def run(
         "objective": about_objective(objective(first)),
         "sweep": {key: list(values) for key, values in settings.sweep.items()},
         "seed": settings.seed,
-        "rows": [rows[cell.number] for cell in every],
+        **_compared(settings, [rows[cell.number] for cell in every], first.prompts),
         "seconds": perf_counter() - start,
     }
 
 
+def _compared(settings: Settings, rows: list[Row], prompts: int) -> dict[str, Any]:
+    """The rows with what decides between them, and beside the frontier where that is asked for."""
+    made = decided(rows, prompts=prompts, keys=list(settings.sweep), wanted=settings.error)
+    about = {"error": settings.error}
+    if settings.frontier is None:
+        return {**about, "rows": made}
+    return {**about, **beside_frontier(settings, made, settings.frontier)}
+
+
 def _rows(settings: Settings, site: Site, here: Iterable[Cell]) -> Iterator[tuple[Cell, Row]]:
     """The rows of cells with one problem and sampler; equal ones are computed once."""
-    goal = objective(site)
+    goal, apart = objective(site), mismatch(site)
     bound: dict[tuple[str, Given], Estimator] = {}
     known: dict[tuple[Any, ...], Row] = {}
     for cell in here:
@@ -124,7 +136,7 @@ def _rows(settings: Settings, site: Site, here: Iterable[Cell]) -> Iterator[tupl
         if key not in known:
             chosen = (settings.engine, settings.seed, settings.samples)
             known[key] = row(bound[cell.estimator], site, goal, cell.group_size, *chosen)
-        yield cell, {**known[key], **cell.point}
+        yield cell, {**known[key], **apart, **cell.point}
 
 
 def about_problem(problem: Site) -> dict[str, Any]:
