@@ -32,7 +32,17 @@ BEHAVIORS: dict[str, tuple[str, ...]] = {
     "top_p": ("p",),
     "mixed": ("steps", "rate"),
 }
-SINGLE = ("reinforce", "ppo", "topr", "positives_only", "naive", "tis_both_signs")
+SINGLE = (
+    "reinforce",
+    "ppo",
+    "topr",
+    "positives_only",
+    "naive",
+    "tis_both_signs",
+    "reinforce_plus_plus",
+    "off_policy_reinforce",
+    "ppo_length_adaptive",
+)
 ORDERED = (("low", "high"), ("a_pos", "b_pos"), ("a_neg", "b_neg"))
 _BAND = {"low": 0.5, "high": 5.0}
 LIMITS: dict[str, dict[str, float]] = {
@@ -79,6 +89,8 @@ RULES: dict[str, Rule] = {
     "margin": _POSITIVE,
     "gamma": _SHARE,
     "lam": _SHARE,
+    "alpha": _POSITIVE,
+    "component_weights": Rule("a tuple in Python, nothing here", False, lambda x: False),
     "cap": _real("a number above 0", lambda x: x > 0, infinite=True),
     "low": _FROM_0,
     "high": _LIMIT,
@@ -99,6 +111,8 @@ RULES: dict[str, Rule] = {
     "vocab": _whole(2, _MANY),
     "group_size": _whole(1, _MANY),
     "samples": _whole(32, 10**12),
+    "error": _POSITIVE,
+    "frontier": _whole(1, 10**12),
 }
 _REAL = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|inf|infinity)", re.IGNORECASE | re.ASCII)
 _WHOLE = re.compile(r"\d{1,18}", re.ASCII)

@@ -35,6 +35,7 @@ ENGINES = (
 STUDIES = ("staleness", "length")
 PROBLEM = "token_tree"
 GROUP_SIZE = 4
+ERROR = 0.1
 DEFAULTS = {
     "problem": None,
     "estimators": None,
@@ -43,8 +44,26 @@ DEFAULTS = {
     "sweep": None,
     "engine": "auto",
     "samples": None,
+    "error": None,
+    "frontier": None,
 }
 MOST_ROWS = 1_000_000
+
+COLUMNS = """\
+columns of --json and --out that decide between estimators:
+  groups_needed            fewest groups at which the error falls to --error, responses_needed in
+                           responses; empty with a groups_needed_reason where bias alone is more
+  relative_error_by_groups root mean squared error over the gradient's length, by number of groups
+  crossover_groups         fewest groups at which crossover_against, the quietest unbiased entry of
+                           the same point, has the smaller error; crossover_responses in responses
+  ..._rescaled             the same after dividing the estimate by its scale
+  signal_to_noise          squared length of the mean over the variance of one batch
+  effective_share_token    E[w]^2 / E[w^2] of a token's ratio of policy to sampler, and
+                           effective_share_response of a whole response's
+  chi_squared_token        E[w^2] / E[w]^2 - 1; chi_squared_response, and chi_squared_by_length of
+                           the first tokens
+  excess_bias              with --frontier: beyond the least of equal variance; excess_variance,
+                           excess_error: the share above the least of equal bias, equal batches"""
 
 Named = tuple[str, dict[str, Number]]
 
@@ -60,6 +79,8 @@ class Request(NamedTuple):
     engine: str
     seed: int
     samples: int | None
+    error: float
+    frontier: int | None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +131,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most batches of a row that no engine computes; default: about ten seconds' worth",
     )
+    _add_comparisons(parser)
+
+
+def _add_comparisons(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of what rows are held against."""
+    parser.add_argument(
+        "--error",
+        type=_flag("error"),
+        metavar="SHARE",
+        help="root mean squared error, as a share of the gradient's length, whose number of groups "
+        f"is told; default: {ERROR}",
+    )
+    parser.add_argument(
+        "--frontier",
+        nargs="?",
+        const=1,
+        type=_flag("frontier"),
+        metavar="BATCHES",
+        help="add the least bias at each variance over all weights of a token's own, and the rows' "
+        "distance from it; errors are compared at so many batches, 1 without a number",
+    )
 
 
 def _epilog() -> str:
@@ -127,7 +169,8 @@ def _epilog() -> str:
         "Without flags: the whole catalogue, by lag and by length.  --study length: responses of "
         "16 to 32,768 tokens.\n\n"
     )
-    return first + "\n\n".join(listed(title, keys) for title, keys in tables.items())
+    last = "\n\n" + COLUMNS
+    return first + "\n\n".join(listed(title, keys) for title, keys in tables.items()) + last
 
 
 def _flag(key: str) -> Callable[[str], Number]:
@@ -244,6 +287,8 @@ def check(arguments: argparse.Namespace) -> Request | None:
         engine=arguments.engine,
         seed=arguments.seed,
         samples=arguments.samples,
+        error=ERROR if arguments.error is None else arguments.error,
+        frontier=arguments.frontier,
     )
 
 

@@ -3,7 +3,7 @@
     scale = <E g, grad J> / <grad J, grad J>        relative_bias = |E g - grad J| / |grad J|
     cosine = <E g, grad J> / (|E g| |grad J|)       variance = trace of Cov g
     relative_bias_rescaled and variance_rescaled: after dividing the estimate by scale
-    drift = |E g| with advantage 1
+    drift = |E g| with advantage 1          signal_to_noise = |E g|^2 / variance
 
 A quotient without meaning is None.
 """
@@ -26,6 +26,7 @@ NAMES = (
     "variance",
     "variance_rescaled",
     "drift",
+    "signal_to_noise",
 )
 TINY = 1e-12
 
@@ -53,6 +54,8 @@ def _figures(
     length = math.sqrt(max(0.0, squared - noise))
     away = squared - 2 * along + gradient_squared - noise
     out["scale"] = scale
+    if variance > tiny**2:
+        out["signal_to_noise"] = max(0.0, squared - noise) / variance
     out["relative_bias"] = math.sqrt(max(0.0, away)) / norm
     if length > tiny:
         out["cosine"] = max(-1.0, min(1.0, along / (length * norm)))
