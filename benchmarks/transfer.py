@@ -31,7 +31,7 @@ from torch import Tensor
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
-from windage.toy.exact.transfer import automaton
+from windage.toy.exact.automata import automaton
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((256, 4, 4), (4096, 4, 4), (32768, 4, 4), (256, 16, 8), (4096, 16, 8), (32768, 16, 8))

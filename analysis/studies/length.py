@@ -27,7 +27,8 @@ from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import Plan, undefined
-from windage.toy.exact.transfer import automata, mismatch, refusal
+from windage.toy.exact.automata import automata, refusal
+from windage.toy.exact.transfer import mismatch
 from windage.toy.objective import Objective, objective
 
 LENGTHS = tuple(2**k for k in range(4, 16))

@@ -15,30 +15,50 @@ Responses that end after t more tokens count with a factor f(t); with t = k B + 
     sum over t of f(t) P^t  =  sum over k of (sum over b of f(k B + b) P^b) P^(k B)
 
 The product of ratios over a response is a kernel: nu = mu rho for the mean, mu rho^2 for the norm.
+A ratio of a prefix or a suffix changes the kernel at the token whose score it weighs (`Passage`).
+A kernel may be complex, such as mu e^{i w x}: norms are sums of squares, not of absolute squares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
-from windage.estimators.correction import ratio, token, token_fields, trajectory
-from windage.estimators.estimator import Estimator, center
-from windage.estimators.member import Member
 from windage.toy.chains import Chain
-from windage.toy.exact.affine import affine_moments
-from windage.toy.exact.classes import Contributions, Groups, combine, signs
-from windage.toy.exact.moments import Moments
-from windage.toy.exact.prefix_tree import reads_sign
 from windage.toy.objective import Objective, objective
 
-FAR = 40.0
-CELLS = 4e6
+# Logarithm of the growth over a response up to which powers of a kernel are left as they are.
+SAFE = 600.0
+Then = Callable[[Tensor, Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Passage:
+    """Kernels that change at the tokens whose scores are counted: weights w of a prefix or suffix.
+
+    The mean counts one token, with `between` before it and `after` behind it; the squared norm one
+    token twice or two tokens, with the steps' own kernel before the first.  For w = product of rho
+    over the prefix the three kernels are mu rho^2, mu rho and mu.
+
+    Args:
+        between: kernel between two counted tokens, or before the only one of the mean.
+        after: kernel behind the last counted token.
+        first, second: measure of the first and of the second of two tokens, or the only one's.
+        both: measure of a token that is counted twice.
+    """
+
+    between: Float[Tensor, "*batch S V"]
+    after: Float[Tensor, "*batch S V"]
+    first: Float[Tensor, "*batch S V"]
+    second: Float[Tensor, "*batch S V"]
+    both: Float[Tensor, "*batch S V"]
 
 
 @final
@@ -50,11 +70,13 @@ class Steps:
         kernel: measure of each token at each state.
         score: weighted, maybe centered, score of the token by the logits of its own state.
         factor: f(t) of a response of t + 1 tokens.
+        passage: kernels behind a counted token where they differ from the one before it.
     """
 
-    kernel: Float[Tensor, "*batch S V"]
+    kernel: Inexact[Tensor, "*batch S V"]
     score: Float[Tensor, "*batch S V V"]
     factor: Float[Tensor, "*#batch T"]
+    passage: Passage | None = None
 
 
 @final
@@ -68,43 +90,88 @@ class Ended:
         norm: of its squared norm, times f.
     """
 
-    mass: Float[Tensor, "*batch C"]
-    mean: Float[Tensor, "*batch C S V"]
-    norm: Float[Tensor, "*batch C"]
+    mass: Inexact[Tensor, "*batch C"]
+    mean: Inexact[Tensor, "*batch C S V"]
+    norm: Inexact[Tensor, "*batch C"]
 
 
 def transfer(steps: Steps, successor: Int[Tensor, "S V"], start: int) -> Ended:
     """Sums over all responses from `start` that end by the horizon, the length of the factor.
 
-    The kernel is divided by its growth a token, so that neither a mass that shrinks nor one that
-    grows leaves float64 before the end.
+    A kernel whose powers might leave float64 before the end is divided by its growth a token.
     """
+    then = _then if steps.passage is None else _then_passing
     go, stop = _one_token(steps, successor)
+    masses = 1 if steps.passage is None else 3
     horizon = steps.factor.shape[-1]
     go = go * _reached(go[..., 0], start)[..., None, None]
-    growth = _growth(go[..., 0])
-    log_up = (growth * horizon).clamp(min=0)
-    log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
-    factor = steps.factor * log_factor[..., :-1].exp()
-    last = steps.factor[..., -1] * log_factor[..., -1].exp()
-    doubled = [go * (-growth).exp()[..., None, None, None]]
-    for _ in range(horizon.bit_length() - 1):
-        doubled.append(_then(doubled[-1], doubled[-1]))
     here = torch.zeros_like(go[..., :1, :, :])
-    here[..., 0, start, 0] = 1.0
-    stopped = _then(_weighted(here, doubled, factor), stop)
+    here[..., 0, start, :masses] = 1.0
+    even = bool((steps.factor == steps.factor[..., :1]).all())
+    most = float(go[..., :masses].abs().sum(-2).max())
+    if even and horizon * math.log(max(most, 1.0)) < SAFE:
+        stopped, cut = _sum(here, _doubled(go, horizon, then), horizon, then)
+        ended = torch.cat([then(stopped, stop), cut], -2).squeeze(-3)
+        ended = ended * steps.factor[..., 0][..., None, None]
+    else:
+        growth = torch.stack([_growth(go[..., i]) for i in range(masses)]).amax(0)
+        ended = _rescaled(here, (go, stop), growth, steps.factor, then)
+    return _read(ended, steps)
+
+
+def _read(ended: Tensor, steps: Steps) -> Ended:
+    """Name the last axis."""
+    shape = steps.kernel.shape[-2:]
+    mean = ended[..., -shape.numel() :].unflatten(-1, shape)
+    at = 1 if steps.passage is None else 3
+    return Ended(mass=ended[..., 0], mean=mean, norm=ended[..., at])
+
+
+def _doubled(go: Tensor, horizon: int, then: Then) -> list[Tensor]:
+    """Stretches of 1, 2, 4, ... tokens, as long as the horizon holds them."""
+    doubled = [go]
+    for _ in range(horizon.bit_length() - 1):
+        doubled.append(then(doubled[-1], doubled[-1]))
+    return doubled
+
+
+def _sum(
+    here: Tensor, doubled: Sequence[Tensor], horizon: int, then: Then
+) -> tuple[Tensor, Tensor]:
+    """Sum over t below the horizon of what follows `here` after t tokens, and what does at last."""
+    total = torch.zeros_like(here)
     for i, stretch in enumerate(doubled):
         if horizon >> i & 1:
-            here = _then(here, stretch)
+            part = here
+            for shorter in doubled[:i]:
+                part = part + then(part, shorter)
+            total = total + part
+            here = then(here, stretch)
+    return total, here
+
+
+def _rescaled(
+    here: Tensor, ways: tuple[Tensor, Tensor], growth: Tensor, factor: Tensor, then: Then
+) -> Tensor:
+    """Sums with a factor for every length, of a kernel divided by its growth."""
+    go, stop = ways
+    horizon = factor.shape[-1]
+    log_up = (growth * horizon).clamp(min=0)
+    log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
+    scaled = factor * log_factor[..., :-1].exp()
+    last = factor[..., -1] * log_factor[..., -1].exp()
+    doubled = _doubled(go * (-growth).exp()[..., None, None, None], horizon, then)
+    stopped = then(_weighted(here, doubled, scaled, then), stop)
+    for i, stretch in enumerate(doubled):
+        if horizon >> i & 1:
+            here = then(here, stretch)
     ended = torch.cat([stopped, here * last[..., None, None, None]], -2).squeeze(-3)
-    ended = ended * log_up.exp()[..., None, None]
-    blocks = ended[..., 2:].unflatten(-1, steps.kernel.shape[-2:])
-    return Ended(mass=ended[..., 0], mean=blocks, norm=ended[..., 1])
+    return ended * log_up.exp()[..., None, None]
 
 
 def _then(
-    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*batch J K D"]
-) -> Float[Tensor, "*batch I K D"]:
+    first: Inexact[Tensor, "*batch I J D"], second: Inexact[Tensor, "*batch J K D"]
+) -> Inexact[Tensor, "*batch I K D"]:
     """Stretches of tokens after stretches of tokens: mass, squared norm and mean on the last axis.
 
     Example:
@@ -118,21 +185,60 @@ def _then(
     return out
 
 
+def _then_passing(
+    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*batch J K D"]
+) -> Float[Tensor, "*batch I K D"]:
+    """The same where kernels change: three masses a, b, c, norm q, then means u and v.
+
+        u = u1 b2 + a1 u2,   v = v1 c2 + b1 v2,   q = q1 c2 + 2 u1 . v2 + a1 q2
+
+    with u from `kernel` to `between` and v from `between` to `after`.
+
+    Example:
+        >>> one = torch.tensor([[[0.25, 0.5, 1.0, 1.0, 2.0, 3.0]]])
+        >>> _then_passing(one, one)
+        tensor([[[ 0.0625,  0.2500,  1.0000, 13.2500,  1.5000,  4.5000]]])
+    """
+    half = (first.shape[-1] - 4) // 2
+    split = (1, 1, 1, 1, half, half)
+    a1, b1, _, q1, u1, v1 = first.split(split, -1)
+    _, b2, c2, q2, u2, v2 = second.split(split, -1)
+    masses = torch.einsum("...ijm,...jkm->...ikm", first[..., :3], second[..., :3])
+
+    def behind(x: Tensor, mass: Tensor) -> Tensor:
+        return torch.einsum("...ijd,...jk->...ikd", x, mass.squeeze(-1))
+
+    def ahead(mass: Tensor, x: Tensor) -> Tensor:
+        return torch.einsum("...ij,...jkd->...ikd", mass.squeeze(-1), x)
+
+    pairs = 2 * torch.einsum("...ijd,...jkd->...ik", u1, v2).unsqueeze(-1)
+    norm = behind(q1, c2) + pairs + ahead(a1, q2)
+    return torch.cat(
+        [masses, norm, behind(u1, b2) + ahead(a1, u2), behind(v1, c2) + ahead(b1, v2)], -1
+    )
+
+
 def _one_token(steps: Steps, successor: Tensor) -> tuple[Tensor, Tensor]:
     """Stretches of one token: those that go on, and those that stop, by their own state."""
     states = len(successor)
     own = torch.eye(states, dtype=steps.kernel.dtype)
     onto = torch.nn.functional.one_hot(successor + 1, states + 1).to(own)
-    square = steps.kernel * steps.score.square().sum(-1)
-    norm, mass = (torch.einsum("...sv,svn->...sn", x, onto) for x in (square, steps.kernel))
-    mean = torch.einsum("...sv,...svk,svn->...snk", steps.kernel, steps.score, onto)
-    blocks = torch.einsum("...snk,sr->...snrk", mean, own).flatten(-2)
-    paths = torch.cat([mass.unsqueeze(-1), norm.unsqueeze(-1), blocks], -1)
+    heads, norm, marks = [steps.kernel], steps.kernel, [steps.kernel]
+    if (passage := steps.passage) is not None:
+        heads += [passage.between, passage.after]
+        norm, marks = passage.both, [passage.first, passage.second]
+    heads.append(norm * steps.score.square().sum(-1))
+    score = steps.score.to(own)
+    head = torch.einsum("...svh,svn->...snh", torch.stack(heads, -1), onto)
+    means = (torch.einsum("...sv,...svk,svn->...snk", mark, score, onto) for mark in marks)
+    blocks = [torch.einsum("...snk,sr->...snrk", mean, own).flatten(-2) for mean in means]
+    paths = torch.cat([head, *blocks], -1)
     return paths[..., 1:, :], torch.einsum("...sd,sr->...srd", paths[..., 0, :], own)
 
 
-def _reached(mass: Float[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch S"]:
+def _reached(mass: Inexact[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch S"]:
     """1 for each state that some response visits: what happens elsewhere may exceed float64."""
+    mass = mass.abs()
     reached = torch.zeros_like(mass[..., :1, :])
     reached[..., start] = 1.0
     for _ in range(mass.shape[-1]):
@@ -140,13 +246,15 @@ def _reached(mass: Float[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*b
     return reached.squeeze(-2)
 
 
-def _growth(mass: Float[Tensor, "*batch S S"]) -> Float[Tensor, "*batch"]:
+def _growth(mass: Inexact[Tensor, "*batch S S"]) -> Float[Tensor, "*batch"]:
     """Logarithm of the factor by which a kernel's mass grows a token, in the long run."""
     size = torch.linalg.eigvals(mass).abs().amax(-1)
     return torch.where(size > 0, size, 1.0).log()
 
 
-def _weighted(here: Tensor, doubled: Sequence[Tensor], factor: Float[Tensor, "*batch T"]) -> Tensor:
+def _weighted(
+    here: Tensor, doubled: Sequence[Tensor], factor: Float[Tensor, "*batch T"], then: Then
+) -> Tensor:
     """Sum over t of f(t) times what follows `here` after t tokens.
 
     Args:
@@ -158,118 +266,17 @@ def _weighted(here: Tensor, doubled: Sequence[Tensor], factor: Float[Tensor, "*b
     half = (horizon - 1).bit_length() // 2
     block = 2**half
     for stretch in doubled[:half]:
-        here = torch.cat([here, _then(here, stretch)], -3)
+        here = torch.cat([here, then(here, stretch)], -3)
     blocks = 1 << (-(-horizon // block) - 1).bit_length()
     padded = torch.nn.functional.pad(factor, (0, blocks * block - horizon))
-    parts = torch.einsum("...kb,...bsd->...ksd", padded.unflatten(-1, (blocks, block)), here)
+    parts = torch.einsum(
+        "...kb,...bsd->...ksd", padded.unflatten(-1, (blocks, block)).to(here), here
+    )
     for stretch in doubled[half:]:
         if parts.shape[-3] == 1:
             break
-        parts = parts[..., 0::2, :, :] + _then(parts[..., 1::2, :, :], stretch)
+        parts = parts[..., 0::2, :, :] + then(parts[..., 1::2, :, :], stretch)
     return parts
-
-
-def refusal(estimator: Estimator) -> str | None:
-    """Why the recursion does not serve an estimator, or None."""
-    if estimator.aggregation.traits.scope != "response":
-        return f"{estimator.aggregation.name} couples the lengths of responses"
-    if estimator.advantage.traits.scope == "batch":
-        return f"{estimator.advantage.name} couples prompts"
-    for correction in estimator.corrections:
-        reach, map_ = correction.reach.function, correction.map
-        whole = reach is trajectory and map_.function is ratio
-        if not (correction.idle or reach is token or whole or _constant(map_)):
-            return f"{correction.describe()} needs the law of the summed log-ratio"
-    return None
-
-
-def _constant(map_: Member) -> bool:
-    """Whether a map gives one weight for all ratios at each sign of the advantage."""
-    if map_.traits.needs:
-        return False
-    far = torch.linspace(-FAR, FAR, 9, dtype=torch.float64)
-    weights = torch.stack([map_(far, far.new_tensor(sign)) for sign in (1.0, -1.0)])
-    return bool((weights == weights[:, :1]).all())
-
-
-def steps(
-    estimator: Estimator, chain: Chain, sign: float, power: int, factor: Float[Tensor, " T"]
-) -> Steps:
-    """An estimator's recursion for one sign of the advantage.
-
-    Args:
-        estimator: its corrections' maps are called on the log-ratios of every state's tokens.
-        chain: sampler and policy, which is its own proximal policy.
-        sign: of the advantage.
-        power: 1 for the mean, 2 for the squared norm: of whole-response ratios in the kernel.
-        factor: of a response of each length, for the mean.
-    """
-    mu = chain.behavior_logp.exp()
-    seen = mu > 0
-    now = chain.logp
-    policies = {"logp": now, "proximal_logp": now, "behavior_logp": chain.behavior_logp}
-    fields = token_fields(*(torch.where(seen, x, 0.0) for x in (now, chain.behavior_logp)))
-    advantage = mu.new_tensor(sign)
-    kernel, weight = mu, torch.ones_like(mu)
-    for correction in estimator.corrections:
-        if correction.idle:
-            continue
-        ratios = policies[correction.numerator] - policies[correction.denominator]
-        x = torch.where(seen, ratios, 0.0)
-        x = x if correction.before is None else correction.before(x, advantage)
-        factors = correction.weigh(x, advantage, fields.__getitem__)
-        if correction.reach.function is trajectory and correction.map.function is ratio:
-            kernel = kernel * factors.pow(power)
-        else:
-            weight = weight * factors
-    identity = torch.eye(mu.shape[-1], dtype=mu.dtype)
-    plain = identity - chain.logp.exp().unsqueeze(-2)
-    score = weight.unsqueeze(-1) * plain
-    if estimator.centering is not None:
-        head = center(estimator, chain.logp, chain.behavior_logp, advantage.view(1))
-        score = score - torch.einsum("psv,psvk->psk", head, plain).unsqueeze(-2)
-    return Steps(kernel=kernel, score=score, factor=factor**power)
-
-
-def _scale(estimator: Estimator, chain: Chain, group_size: int) -> Float[Tensor, " T"]:
-    """The aggregation's coefficient of a response of each length."""
-    shape = (chain.horizon, chain.prompts, group_size)
-    lengths = torch.arange(1, chain.horizon + 1)[:, None, None].expand(shape)
-    return estimator.aggregation(lengths, torch.ones(shape, dtype=torch.bool))[:, 0, 0].clone()
-
-
-def automaton(estimator: Estimator, chain: Chain, group_size: int) -> Moments:
-    """Mean and variance of a batch on a chain, whatever the horizon.
-
-    Raises:
-        NotImplementedError: `refusal` says why.
-    """
-    return automata([(estimator, chain)], group_size)[0]
-
-
-def automata(pairs: Sequence[tuple[Estimator, Chain]], group_size: int) -> list[Moments]:
-    """Moments of many estimators on chains of one automaton and horizon, in one recursion.
-
-    Raises:
-        NotImplementedError: `refusal` says why.
-    """
-    run: list[Steps] = []
-    for estimator, chain in pairs:
-        if why := refusal(estimator):
-            raise NotImplementedError(why)
-        factor = _scale(estimator, chain, group_size)
-        run += [steps(estimator, chain, s, k, factor) for s in signs(estimator) for k in (1, 2)]
-    chains = list(dict.fromkeys(chain for _, chain in pairs))
-    run += [_sampled(chain) for chain in chains]
-    found = _many(run, chains[0])
-    laws = dict(zip(chains, found.mass[-len(chains) :], strict=True))
-    out, at = [], 0
-    for estimator, chain in pairs:
-        mine = slice(at, at + 2 * len(signs(estimator)))
-        mean, norm = found.mean[mine][::2], found.norm[mine][1::2]
-        out.append(_batch(estimator, chain, group_size, laws[chain], mean, norm))
-        at = mine.stop
-    return out
 
 
 def cells(chain: Chain) -> float:
@@ -278,68 +285,6 @@ def cells(chain: Chain) -> float:
     row = states * (2 + states * vocab)
     columns = 2 * chain.horizon**0.5 + states * chain.horizon.bit_length()
     return chain.prompts * (chain.horizon + row * columns)
-
-
-def _sampled(chain: Chain) -> Steps:
-    """How the sampler's responses end."""
-    mu = chain.behavior_logp.exp()
-    score = mu.new_zeros((*mu.shape, mu.shape[-1]))
-    return Steps(kernel=mu, score=score, factor=mu.new_ones(chain.horizon))
-
-
-def _many(run: Sequence[Steps], chain: Chain) -> Ended:
-    """Many recursions at once, as many as fit into memory."""
-    most = max(1, int(CELLS / cells(chain)))
-    found = []
-    for at in range(0, len(run), most):
-        part = run[at : at + most]
-        stacked = Steps(
-            kernel=torch.stack([r.kernel for r in part]),
-            score=torch.stack([r.score for r in part]),
-            factor=torch.stack([r.factor for r in part]).unsqueeze(1),
-        )
-        found.append(transfer(stacked, chain.successor, chain.start))
-    return Ended(
-        mass=torch.cat([f.mass for f in found]),
-        mean=torch.cat([f.mean for f in found]),
-        norm=torch.cat([f.norm for f in found]),
-    )
-
-
-def _batch(
-    estimator: Estimator, chain: Chain, group_size: int, mass: Tensor, mean: Tensor, norm: Tensor
-) -> Moments:
-    """Moments of a batch from what responses contribute by how they ended.
-
-    Ends are combined as responses of a tree are: by their rewards' powers where the advantage is
-    affine and no map reads its sign, by counts of classes of equal reward elsewhere.
-
-    Args:
-        estimator: its advantage is called.
-        chain: the rewards.
-        group_size: responses of a group.
-        mass: of the sampler, by how a response ended.
-        mean: of contributions, by sign of the advantage.
-        norm: of their squares, likewise.
-    """
-    if estimator.advantage.traits.linear and not reads_sign(estimator):
-        center = (mass * chain.rewards).sum(-1).mean()
-        r = chain.rewards - center
-        powers = torch.stack([torch.ones_like(r), r, r.square()])
-        x = torch.einsum("fpc,pcsv->fpsv", powers, mean[0])
-        q = torch.einsum("fpc,pc->fp", powers, norm[0])
-        law = (float(center), (mass * r).sum(-1), (mass * r.square()).sum(-1))
-        return affine_moments(estimator.advantage, group_size, 1.0, law, x, q)
-    parts = []
-    for p in range(chain.prompts):
-        rewards = chain.rewards[p][mass[p] > 0].unique()
-        members = (chain.rewards[p] == rewards.unsqueeze(1)).double()
-        values = torch.stack([rewards, torch.zeros_like(rewards)], 1)
-        group = Groups(estimator, values, members @ mass[p], group_size)
-        x = torch.einsum("rc,kcsv->krsv", members, mean[:, p]).flatten(2).flatten(0, 1)
-        q = (norm[:, p] @ members.T).flatten()
-        parts.append(Contributions(group, x, q))
-    return combine(estimator, parts, 1.0).shaped(chain.logits.shape)
 
 
 def mismatch(chain: Chain) -> dict[str, float]:
