@@ -4,4 +4,5 @@ from __future__ import annotations
 
 STUDIES: dict[str, str] = {
     "placebo": "constant reward: what moves although nothing is to be learned",
+    "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }
