@@ -142,6 +142,8 @@ def batches(
         behavior_logp=policy(),
         proximal_logp=policy(),
         reference_logp=policy(),
+        probability_square=torch.where(mask, (2 * logp).exp() + 0.25, 0.0),
+        components=quarters(*lead, p, g, 2),
         values=torch.where(mask, quarters(*shape), 0.0),
         versions=torch.where(mask, torch.randint(0, 5, shape, generator=generator), 0),
         current_version=4,

@@ -9,8 +9,9 @@ import torch
 from checks import refused
 
 from windage.estimators.batch import Batch
-from windage.estimators.catalogue import CATALOGUE, ENTRIES, get
+from windage.estimators.catalogue import CATALOGUE, ENTRIES, FIRST, get
 from windage.estimators.claims import PROPERTIES
+from windage.estimators.index import FIRST as INDEX
 from windage.estimators.index import SETTINGS
 
 TABLE = {
@@ -64,7 +65,10 @@ TABLE = {
 
 
 def test_the_table_of_the_design():
-    assert {name: entry.describe() for name, entry in CATALOGUE.items()} == TABLE
+    assert {entry.name: entry.describe() for entry in FIRST} == TABLE
+    assert {entry.tier for entry in FIRST} == {1}
+    assert [*CATALOGUE][: len(FIRST)] == [*INDEX] == [entry.name for entry in FIRST]
+    assert {entry.tier for entry in ENTRIES[len(FIRST) :]} == {2}
 
 
 def test_the_index_holds_every_name_and_setting():
@@ -90,11 +94,9 @@ def test_an_entry_says_where_it_is_from_how_it_differs_and_what_it_claims(entry)
         assert member.traits.scope in ("token", "response", "group", "batch")
 
 
-def test_only_the_clip_of_ppo_and_gspo_needs_the_advantage():
+def test_in_the_first_tier_only_clips_and_tapers_need_the_advantage():
     reading = {
-        name
-        for name, entry in CATALOGUE.items()
-        if any(c.map.traits.reads != "nothing" for c in entry.corrections)
+        entry.name for entry in FIRST if any(c.reads != "nothing" for c in entry.corrections)
     }
     assert reading == {
         "grpo",
@@ -121,10 +123,14 @@ def test_every_entry_takes_a_whole_batch():
         return -torch.rand(2, 4, 3, *shape, generator=generator).double()
 
     batch = Batch(
-        rewards=torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0]]).double(),
+        rewards=torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.0, 1.0, 0.5, 0.25]]).double(),
         mask=torch.ones(2, 4, 3).bool(),
         logp=draw(),
         behavior_logp=draw(),
+        proximal_logp=draw(),
+        reference_logp=draw(),
+        probability_square=-draw(),
+        components=-draw()[..., :2],
         values=draw(),
         versions=torch.full((2, 4, 3), 3),
         current_version=4,

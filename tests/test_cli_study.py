@@ -17,7 +17,7 @@ from windage.cli import specs
 from windage.cli import study as verb
 from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.errors import BadInput
-from windage.estimators.index import SETTINGS
+from windage.estimators.index import FIRST, SETTINGS
 from windage.toy.behavior import KINDS
 from windage.toy.exact.plan import ENGINES
 
@@ -67,7 +67,7 @@ def test_tables_are_true():
         assert specs.BEHAVIORS[kind] == tuple(k for k in arguments(function) if k not in hidden)
     assert set(specs.BEHAVIORS) == set(KINDS)
     assert ("auto", *ENGINES) == verb.ENGINES
-    single = [n for n, e in CATALOGUE.items() if e.advantage.traits.scope == "response"]
+    single = [n for n, e in CATALOGUE.items() if not e.compares]
     assert sorted(specs.SINGLE) == sorted(single)
     limited = {low for low, _ in specs.ORDERED} | {high for _, high in specs.ORDERED}
     for name, entry in CATALOGUE.items():
@@ -245,7 +245,7 @@ def test_one_document_on_standard_output(tmp_path):
     assert answer.returncode == 0 and answer.stderr == ""
     found = json.loads(answer.stdout)
     assert answer.stdout.count("\n") == 1
-    assert [row["estimator"] for row in found["rows"]] == list(SETTINGS)
+    assert [row["estimator"] for row in found["rows"]] == list(FIRST)
     assert found["problem"]["name"] == "problem.json" and found["rows"][0]["group_size"] == 2
 
 
@@ -323,7 +323,7 @@ def test_no_flag_asks_for_the_staleness_study():
     for words in ([], ["--json"], ["--seed", "3"]):
         assert verb.check(parser.parse_args(words)) is None
     request = verb.check(parser.parse_args(["--group-size", "4"]))
-    assert request.problem == ("token_tree", {}) and len(request.estimators) == len(SETTINGS)
+    assert request.problem == ("token_tree", {}) and len(request.estimators) == len(FIRST)
 
 
 def test_progress_goes_to_a_terminal_on_standard_error_only(monkeypatch):

@@ -60,6 +60,12 @@ ALL = [
 entries = pytest.mark.parametrize("estimator", ALL, ids=lambda e: e.name)
 
 
+def suited(estimator, batch):
+    """The batch, with rewards that the estimator takes."""
+    signed = estimator.advantage.traits.rewards == "any"
+    return batch if signed else replace(batch, rewards=batch.rewards.abs())
+
+
 def decoupled(cap=2.0):
     """TIS of proximal/behavior times PPO's clip of current/proximal."""
     return (
@@ -85,6 +91,7 @@ def decoupled(cap=2.0):
 @settings(max_examples=8)
 @given(batches(heads=3, prompts=(2, 3, 5)), st.data())
 def test_any_partition_into_micro_batches_equals_the_whole(estimator, batch, data):
+    batch = suited(estimator, batch)
     whole = estimator(batch)
     terms = batch_terms(estimator, batch)
     order = data.draw(st.permutations(range(batch.rewards.shape[0])))
@@ -104,6 +111,7 @@ def test_any_partition_into_micro_batches_equals_the_whole(estimator, batch, dat
 @settings(max_examples=5)
 @given(batches(heads=3), st.data())
 def test_order_of_groups_and_of_members_does_not_matter(estimator, batch, data):
+    batch = suited(estimator, batch)
     p, g = batch.rewards.shape
     rows = data.draw(st.permutations(range(p)))
     members = data.draw(st.permutations(range(g)))
@@ -131,15 +139,14 @@ def test_what_is_masked_reaches_neither_coefficient_nor_gradient(estimator, batc
         return torch.where(mask, value, held)
 
     # A validated batch refuses garbage in trainable places only.
+    batch = suited(estimator, batch)
     mask, present = batch.mask, batch.present
     spoiled = replace(
         batch,
         rewards=dirty(batch.rewards, present),
         elapsed=dirty(batch.elapsed, present),
-        **{
-            name: dirty(getattr(batch, name), mask)
-            for name in ("logp", "behavior_logp", "proximal_logp", "reference_logp", "values")
-        },
+        components=dirty(batch.components, present.unsqueeze(-1)),
+        **{name: dirty(getattr(batch, name), mask) for name in TOKEN_FIELDS if name != "versions"},
         **{
             name: dirty(getattr(batch, name), mask.unsqueeze(-1))
             for name in ("head_logp", "head_behavior_logp")
@@ -167,6 +174,7 @@ def test_what_is_masked_reaches_neither_coefficient_nor_gradient(estimator, batc
 @settings(max_examples=3)
 @given(batches(heads=3, absent=False))
 def test_coefficients_are_constants(estimator, batch):
+    batch = suited(estimator, batch)
     names = ("logp", "behavior_logp", "reference_logp", "values", "head_logp", "rewards")
     live = replace(batch, **{n: getattr(batch, n).clone().requires_grad_() for n in names})
     found = estimator(live)
@@ -180,7 +188,7 @@ def test_types(estimator, dtype):
     generator = torch.Generator().manual_seed(3)
     token_fields = {
         name: -torch.rand(2, 3, 2, generator=generator).to(dtype)
-        for name in ("logp", "behavior_logp", "reference_logp", "values")
+        for name in ("logp", "behavior_logp", "proximal_logp", "reference_logp", "values")
     }
     heads = torch.randn(2, 2, 3, 2, 4, generator=generator).log_softmax(-1).to(dtype)
     batch = Batch(
@@ -190,6 +198,8 @@ def test_types(estimator, dtype):
         current_version=2,
         head_logp=heads[0],
         head_behavior_logp=heads[1],
+        components=torch.rand(2, 3, 2, generator=generator).to(dtype),
+        probability_square=torch.rand(2, 3, 2, generator=generator).to(dtype),
         **token_fields,
     )
     found = estimator(batch)
@@ -217,13 +227,17 @@ def test_leading_axes_are_replicates(estimator):
         mask=torch.rand(2, 3, 2, 3, 4, generator=generator) > 0.3,
         logp=draw(2, 3, 4),
         behavior_logp=draw(2, 3, 4),
+        proximal_logp=draw(2, 3, 4),
         reference_logp=draw(2, 3, 4),
         values=draw(2, 3, 4),
+        probability_square=1 + draw(2, 3, 4),
+        components=draw(2, 3, 2),
         versions=torch.ones(2, 3, 2, 3, 4).long(),
         current_version=2,
         head_logp=2 * draw(2, 3, 4, 5) - 2,
         head_behavior_logp=2 * draw(2, 3, 4, 5) - 2,
     )
+    batch = suited(estimator, batch)
     whole = estimator(batch)
     for i in range(2):
         for j in range(3):
@@ -254,6 +268,7 @@ def test_nothing_is_made_on_another_device_or_in_a_wider_type():
         rewards=empty(),
         outcomes=empty(),
         elapsed=empty(),
+        components=empty(2),
         present=empty(dtype=torch.bool),
         truncated=empty(dtype=torch.bool),
         requested=torch.empty(2, dtype=torch.long, device="meta"),
@@ -377,6 +392,10 @@ def test_extreme_ratios_stay_finite_in_bounded_entries(extreme):
         behavior_logp=simple().logp - extreme * torch.tensor([[[1.0, 0.0], [0.5, 1.0]]]).double(),
         head_logp=torch.tensor([-0.5, -1.0]).double().expand(1, 2, 2, 2),
         head_behavior_logp=torch.tensor([-0.5, -INF]).double().expand(1, 2, 2, 2),
+        reference_logp=simple().logp,
+        proximal_logp=simple().logp,
+        probability_square=simple().logp + 1.5,
+        components=torch.rand(1, 2, 2).double(),
     )
     for entry in CATALOGUE.values():
         if {c.property: c.holds for c in entry.claims}["bounded"]:
@@ -412,6 +431,9 @@ def test_a_batch_without_a_trainable_token_gives_nothing(estimator):
         behavior_logp=torch.full((1, 2, 2), -INF).double(),
         reference_logp=torch.full((1, 2, 2), INF).double(),
         values=torch.full((1, 2, 2), NAN).double(),
+        proximal_logp=torch.full((1, 2, 2), NAN).double(),
+        probability_square=torch.full((1, 2, 2), NAN).double(),
+        components=torch.ones(1, 2, 2).double(),
         versions=torch.zeros(1, 2, 2).long(),
         current_version=100,
         head_logp=torch.full((1, 2, 2, 3), NAN).double(),
