@@ -21,7 +21,7 @@ from windage.analysis.studies.figures import from_moments
 from windage.analysis.studies.reading import POINT, UNBIASED, UNCORRECTED, Study
 from windage.analysis.studies.study import SCHEMA, about_objective, about_problem, bind, filled, row
 from windage.analysis.tables import text
-from windage.estimators.catalogue import ENTRIES
+from windage.estimators.catalogue import FIRST
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
@@ -45,7 +45,7 @@ CHOSEN = Plan(engine="transfer", reason="recursion over states, many estimators 
 def served() -> list[Estimator]:
     """Entries whose moments the recursion over states gives."""
     chain = reasoning(1)
-    return [e for e in ENTRIES if undefined(e, chain, GROUP_SIZE) is None and refusal(e) is None]
+    return [e for e in FIRST if undefined(e, chain, GROUP_SIZE) is None and refusal(e) is None]
 
 
 def rate(chain: Chain, target: float = DIVERGENCE) -> float:
@@ -128,7 +128,7 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
         sites += more
         rows += made
         advance(len(rows), len(made) * len(LENGTHS))
-    left_out = (row(bind(e, first), first, goal, GROUP_SIZE) for e in ENTRIES)
+    left_out = (row(bind(e, first), first, goal, GROUP_SIZE) for e in FIRST)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "study": "length",
