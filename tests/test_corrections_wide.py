@@ -19,6 +19,7 @@ from windage.estimators.correction import (
     suffix,
     token,
     trajectory,
+    truncate,
 )
 from windage.estimators.estimator import (
     Estimator,
@@ -214,10 +215,19 @@ def test_recursions_refuse_what_they_cannot_hold():
     wide = plan(WIDE, off_policy(token_tree(2)), 2)
     assert wide.engine in ("tuples", "compositions")
     leaf = replace(FIELDS, corrections=(Correction(reach=use(trajectory), map=use(gap)),))
-    tail = replace(
-        BEFORE, corrections=(Correction(before=use(halved), reach=use(suffix), map=use(ratio)),)
+    assert plan(leaf, token_tree(2), 2).engine in ("tuples", "compositions")
+    with pytest.raises(NotImplementedError, match="no recursion for"):
+        tree_weights(leaf, Walk(token_tree(2)), 1.0, None)
+
+
+@pytest.mark.parametrize("map_", [ratio, truncate])
+def test_a_suffix_of_changed_ratios_has_a_recursion(map_):
+    one = replace(
+        get("reinforce"),
+        corrections=(Correction(before=use(halved), reach=use(suffix), map=use(map_)),),
     )
-    for one in (leaf, tail):
-        assert plan(one, token_tree(2), 2).engine in ("tuples", "compositions")
-        with pytest.raises(NotImplementedError, match="no recursion for"):
-            tree_weights(one, Walk(token_tree(2)), 1.0, None)
+    problem = off_policy(token_tree(3))
+    found = exact(one, problem, 2, "prefix_tree")
+    listed = exact(one, problem, 2, "tuples")
+    assert_close(found.mean, listed.mean)
+    assert_close(found.variance, listed.variance)

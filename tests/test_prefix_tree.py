@@ -13,7 +13,7 @@ from problem_strategies import drawn, entry, typical
 from windage.estimators.admission import staleness_cap
 from windage.estimators.advantage import constant, group_mean, leave_one_out
 from windage.estimators.aggregation import sequence_mean, token_sum
-from windage.estimators.catalogue import get
+from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.correction import Correction, keep, prefix, ratio, token, trajectory
 from windage.estimators.member import use
 from windage.toy.behavior import with_behavior
@@ -130,11 +130,26 @@ def test_affine_coefficients_reproduce_the_advantage(member: object, center: flo
 def test_scale_is_one_number_where_lengths_do_not_matter() -> None:
     problem = token_tree(3)
     assert response_scale(use(token_sum), problem, 4) == (0.25, None)
-    one, by_length = response_scale(use(sequence_mean), problem, 4)
-    assert one == 1.0
-    assert_close(by_length, 0.25 / problem.lengths.double())
+    scale, shares = response_scale(use(sequence_mean), problem, 4)
+    assert scale == 0.25
+    assert_close(shares, 1 / problem.lengths.double())
     fixed = make("fixed", Tree(2, None, 2), torch.zeros(1, 3, 2), torch.zeros(1, 4))
     assert response_scale(use(sequence_mean), fixed, 4) == (0.125, None)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_group_size_is_a_factor_of_every_denominator_by_length(name: str) -> None:
+    """So that one response's moments serve every group size."""
+    aggregation = CATALOGUE[name].aggregation
+    if aggregation.traits.scope == "response":
+        problem = token_tree(4)
+        if dict(aggregation.settings).get("length", 0) is None:
+            aggregation = aggregation.change(length=4)
+        for size in (1, 2, 7):
+            lengths = problem.lengths[0, :, None, None].expand(-1, 1, size)
+            direct = aggregation(lengths, torch.ones_like(lengths, dtype=torch.bool))[:, 0, 0]
+            scale, shares = response_scale(aggregation, problem, size)
+            assert_close(scale * (1.0 if shares is None else shares[0]) + 0 * direct, direct)
 
 
 def test_products_of_corrections_multiply() -> None:

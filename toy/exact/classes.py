@@ -15,6 +15,7 @@ the other prompts' tokens, a convolution.
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import final
@@ -28,7 +29,14 @@ from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member
 from windage.toy.exact.kept import kept, weighing
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.prefix_tree import reads_sign, response_moments, response_scale, tree_weights
+from windage.toy.exact.penalties import in_rewards, shaped
+from windage.toy.exact.prefix_tree import (
+    penalty_moments,
+    reads_sign,
+    response_moments,
+    response_scale,
+    tree_weights,
+)
 from windage.toy.exact.tuples import compositions, spread, ways
 from windage.toy.exact.walk import Walk
 from windage.toy.problems import Problem
@@ -56,6 +64,38 @@ def class_values(
     return kinds, members.unsqueeze(1), mass
 
 
+def refills(estimator: Estimator) -> bool:
+    """Whether groups that admission rejects are drawn again."""
+    return any(m.traits.refill for m in estimator.admission)
+
+
+def shaped_classes(
+    estimator: Estimator, kinds: Float[Tensor, "R 2"]
+) -> tuple[Float[Tensor, "S 3"], Int[Tensor, " R"]]:
+    """Classes by shaped reward, and where they matter length and outcome, and each kind's class."""
+    outcomes, lengths = kinds.T
+    rewards = shaped(estimator, outcomes[None], lengths[None].long())[0]
+    columns = [
+        rewards,
+        lengths if counts_tokens(estimator) else torch.zeros_like(lengths),
+        outcomes if refills(estimator) else rewards,
+    ]
+    values, place = torch.stack(columns, 1).unique(dim=0, return_inverse=True)
+    return values, place
+
+
+def paid_classes(
+    estimator: Estimator, problem: Problem, walk: Walk
+) -> tuple[Float[Tensor, "R C"], Float[Tensor, "R 1 M"], Float[Tensor, " R"]]:
+    """`class_values` by what advantage, admission and denominators see: reward, length, outcome."""
+    if not in_rewards(estimator):
+        return class_values(problem, walk, by_length=counts_tokens(estimator))
+    kinds, members, mass = class_values(problem, walk, by_length=True)
+    values, place = shaped_classes(estimator, kinds)
+    merged = members.new_zeros((len(values), *members.shape[1:])).index_add(0, place, members)
+    return values, merged, mass.new_zeros(len(values)).index_add(0, place, mass)
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
@@ -75,14 +115,29 @@ class Table:
 
 
 def tabulate(
-    advantage: Member, admission: tuple[Member, ...], rewards: tuple[float, ...], group_size: int
+    advantage: Member,
+    admission: tuple[Member, ...],
+    rewards: tuple[float, ...],
+    group_size: int,
+    outcomes: tuple[float, ...] | None = None,
 ) -> Table:
-    """Call advantage and admission on every group of members of the classes."""
+    """Call advantage and admission on every group of members of the classes.
+
+    Args:
+        advantage: called on rewards.
+        admission: called on outcomes.
+        rewards: of each class.
+        group_size: responses of a group.
+        outcomes: of each class, where shaping makes them differ from rewards.
+    """
     counts = compositions(len(rewards), group_size)
     who = spread(counts, group_size)
     drawn = torch.tensor(rewards, dtype=torch.float64)[who].unsqueeze(1)
     present = torch.ones_like(drawn, dtype=torch.bool)
-    fields = {"rewards": drawn, "outcomes": drawn, "present": present}
+    before = drawn
+    if outcomes is not None:
+        before = torch.tensor(outcomes, dtype=torch.float64)[who].unsqueeze(1)
+    fields = {"rewards": drawn, "outcomes": before, "present": present}
     found = advantage(*(fields[name] for name in advantage.traits.needs)).squeeze(1)
     n = counts.double()
     keep: Tensor | None = None
@@ -107,7 +162,7 @@ class Groups:
 
     Args:
         estimator: its advantage and admission are called on every group.
-        values: reward and length of each class.
+        values: reward, length and maybe outcome of each class.
         mass: probability of each class under the sampler.
         group_size: responses of a group.
     """
@@ -115,7 +170,7 @@ class Groups:
     def __init__(
         self,
         estimator: Estimator,
-        values: Float[Tensor, "R 2"],
+        values: Float[Tensor, "R C"],
         mass: Float[Tensor, " R"],
         group_size: int,
     ) -> None:
@@ -123,7 +178,8 @@ class Groups:
         self.group_size = group_size
         rewards, self.lengths = tuple(values[:, 0].tolist()), values[:, 1]
         find = small_table if ways(len(rewards), group_size) * group_size < SMALL else tabulate
-        table = find(estimator.advantage, estimator.admission, rewards, group_size)
+        outcomes = tuple(values[:, 2].tolist()) if values.shape[1] > 2 else None
+        table = find(estimator.advantage, estimator.admission, rewards, group_size, outcomes)
         self.counts, self.advantages = table.counts, table.advantages
         self.share = self.counts / self.mass
         self.chance = (table.log_ways + self.counts @ self.mass.log()).exp()
@@ -174,24 +230,59 @@ def _scales(
 
 
 @final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Extra:
+    """What penalties add to one response of each class, a vector y.
+
+    Args:
+        mean: E[y 1{c}].
+        cross: E[x . y 1{c}], one sign of the advantage after the other.
+        square: E[|y|^2 1{c}].
+    """
+
+    mean: Float[Tensor, "R NV"]
+    cross: Float[Tensor, " SR"]
+    square: Float[Tensor, " R"]
+
+
+@final
 class Contributions:
     """What one response of each class contributes, the signs of the advantage one after the other.
 
         mean[c] = E[x 1{c}],   spread[c] = E[|x|^2 1{c}] - |mean[c]|^2 / mass[c]
 
+    What penalties add follows as if its advantage were 1.
+
     Args:
         group: classes of one prompt.
         mean: E[x 1{c}] of each class, one sign after the other.
         square: E[|x|^2 1{c}], likewise.
+        extra: what penalties add, with the cross moments of one sign after the other; or None.
     """
 
     def __init__(
-        self, group: Groups, mean: Float[Tensor, "SR NV"], square: Float[Tensor, " SR"]
+        self,
+        group: Groups,
+        mean: Float[Tensor, "SR NV"],
+        square: Float[Tensor, " SR"],
+        extra: Extra | None = None,
     ) -> None:
-        self.group, self.mean = group, mean
-        self.signs = len(mean) // len(group.mass)
+        self.group, self.signs, self.extra = group, len(mean) // len(group.mass), extra
+        if extra is not None:
+            mean, square = torch.cat([mean, extra.mean]), torch.cat([square, extra.square])
+        self.mean = mean
         self.gram = mean @ mean.T
-        self.spread = square - self.gram.diagonal() / torch.cat([group.mass] * self.signs)
+        mass = group.mass.repeat(len(mean) // len(group.mass))
+        self.spread = square - self.gram.diagonal() / mass
+
+    @cached_property
+    def crossed(self) -> Float[Tensor, " SR"]:
+        """E[x . y 1{c}] - mean x . mean y / mass[c] of each class, y what penalties add."""
+        assert self.extra is not None
+        r = len(self.group.mass)
+        between = self.gram[: self.signs * r, self.signs * r :].unflatten(0, (self.signs, r))
+        own = between.diagonal(dim1=1, dim2=2).flatten()
+        return self.extra.cross - own / self.group.mass.repeat(self.signs)
 
     def moments(
         self, first: Float[Tensor, " C"], second: Float[Tensor, " C"]
@@ -202,7 +293,13 @@ class Contributions:
             share = torch.cat([share, share], 1)
             advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
         total = share * advantages
-        square = (total * advantages) @ self.spread + ((total @ self.gram) * total).sum(1)
+        square = total.new_zeros(len(total))
+        if self.extra is not None:
+            square = 2 * (total @ self.crossed)
+            one = self.group.share
+            total = torch.cat([total, one], 1)
+            advantages = torch.cat([advantages, torch.ones_like(one)], 1)
+        square = square + (total * advantages) @ self.spread + ((total @ self.gram) * total).sum(1)
         mean = ((self.group.probability * first) @ total) @ self.mean
         return mean, (self.group.probability * second) @ square
 
@@ -219,21 +316,28 @@ def signs(estimator: Estimator) -> tuple[float, ...]:
 
 def _on_tree(
     estimator: Estimator, walk: Walk, members: list[Tensor], leaf: Tensor | None
-) -> tuple[Float[Tensor, "SR NV"], Float[Tensor, " SR"]]:
+) -> tuple[Float[Tensor, "SR NV"], Float[Tensor, " SR"], Extra | None]:
     """What one response of each class contributes, by recursion over the tree of one prompt."""
     chosen = signs(estimator)
     x = walk.probability.new_empty((len(chosen) * len(members), *walk.probability.shape))
-    squares = []
+    squares, extras = [], []
     for sign, out in zip(chosen, x.split(len(members)), strict=True):
         weights = tree_weights(estimator, walk, sign, leaf)
         squares += [response_moments(walk, weights, sign, members, members, out=out)[1]]
-    return x.flatten(1), torch.cat(squares).squeeze(1)
+        if weights.penalized:
+            extras.append(penalty_moments(walk, weights, sign, members))
+    extra = None
+    if extras:
+        cross = torch.cat([e.cross for e in extras]).squeeze(1)
+        y = extras[0]
+        extra = Extra(mean=y.mean.flatten(1), cross=cross, square=y.square.squeeze(1))
+    return x.flatten(1), torch.cat(squares).squeeze(1), extra
 
 
-def _classed(part: Problem, by_length: bool) -> tuple[Walk, Tensor, list[Tensor], Tensor]:
+def _classed(estimator: Estimator, part: Problem) -> tuple[Walk, Tensor, list[Tensor], Tensor]:
     """The sampler's measure on one prompt, and its classes."""
     walk = Walk(part)
-    values, members, mass = class_values(part, walk, by_length=by_length)
+    values, members, mass = paid_classes(estimator, part, walk)
     return walk, values, list(members), mass
 
 
@@ -244,13 +348,15 @@ def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     if not coupled:
         scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     shared = weighing(estimator), None if leaf is None else (estimator.aggregation, group_size)
+    shaping = (*in_rewards(estimator), refills(estimator))
     parts = []
     for p in range(problem.prompts):
         part = kept(problem, ("prompt", p), problem.select, p)
-        walk, values, members, mass = kept(part, ("classed", coupled), _classed, part, coupled)
+        key: tuple[Hashable, ...] = ("classed", coupled, shaping)
+        walk, values, members, mass = kept(part, key, _classed, estimator, part)
         group = Groups(estimator, values, mass, group_size)
         own = None if leaf is None else leaf[p : p + 1]
-        key = "classes", coupled, *shared
+        key = "classes", coupled, shaping, *shared
         parts.append(
             Contributions(group, *kept(part, key, _on_tree, estimator, walk, members, own))
         )
@@ -284,6 +390,9 @@ def combine(estimator: Estimator, parts: list[Contributions], scale: float) -> M
 def count_classes(estimator: Estimator, problem: Problem, group_size: int) -> float:
     """Compositions that `classes` would list, over all prompts."""
     total = 0.0
+    if in_rewards(estimator):
+        found = [shaped_classes(estimator, kinds)[0] for kinds in problem.kinds]
+        return sum(ways(len(values), group_size) for values in found)
     for kinds in problem.kinds:
         apart = counts_tokens(estimator) or len(problem.sizes) == 1
         total += ways(len(kinds if apart else kinds[:, 0].unique()), group_size)

@@ -11,6 +11,7 @@ import torch
 from windage.estimators.correction import geometric, prefix, suffix, token, trajectory
 from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
+from windage.toy.exact import penalties
 from windage.toy.exact.affine import affine, by_response
 from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
@@ -46,7 +47,12 @@ class Plan:
     reason: str
 
 
-LACKS = {"values": "values", "reference_logp": "a reference policy", "elapsed": "times"}
+LACKS = {
+    "values": "values",
+    "reference_logp": "a reference policy",
+    "components": "parts of the reward",
+    "elapsed": "times",
+}
 FIRST_PASS = "the proximal policy is the policy itself, as in the first pass over a batch"
 INERT = {"versions", "truncated", "elapsed"}
 
@@ -57,8 +63,13 @@ def undefined(estimator: Estimator, problem: Site, group_size: int) -> str | Non
     for field, words in LACKS.items():
         if field in needs and getattr(problem, field, None) is None:
             return f"needs {words}, which a problem does not have"
-    if estimator.advantage.traits.scope != "response" and group_size < 2:
+    if estimator.compares and group_size < 2:
         return f"group 0 has size {group_size}; {estimator.name} needs groups of at least 2"
+    subset = dict(estimator.advantage.settings).get("k", 0)
+    if subset > group_size:
+        return f"k is {subset:g}; a group of {group_size} has no subset of that size"
+    if estimator.advantage.traits.rewards == "nonnegative" and bool((problem.rewards < 0).any()):
+        return f"{estimator.name} needs rewards of at least 0, and the problem has others"
     return None
 
 
@@ -86,13 +97,8 @@ def _recursion(estimator: Estimator) -> str | None:
             return f"{correction.map.name} reads the advantage's value"
         if correction.map.traits.needs and correction.reach.function not in (token, prefix):
             return f"{correction.map.name} looks at the token under a ratio of the response"
-        if correction.before is not None and correction.reach.function is suffix:
-            return f"no recursion for a suffix of {correction.before.name}"
     if sum(c.reach.function is suffix and not c.idle for c in estimator.corrections) > 1:
         return "two suffix ratios"
-    for penalty in estimator.active_penalties:
-        if dict(penalty.settings).get("length", penalty) is not None:
-            return f"{penalty.name} changes rewards or coefficients by token or length"
     for admission in estimator.admission:
         if not admission.traits.refill and INERT.isdisjoint(admission.traits.needs):
             return f"{admission.name} looks at the tokens of each response"
@@ -101,13 +107,21 @@ def _recursion(estimator: Estimator) -> str | None:
     return None
 
 
+def _penalized(estimator: Estimator) -> str | None:
+    """What an engine that knows no penalties says."""
+    if penalties.active(estimator):
+        names = ", ".join(m.name for m in estimator.active_penalties)
+        return f"{names} changes rewards or coefficients by token or length"
+    return None
+
+
 def _prefix_tree(
     estimator: Estimator, problem: Problem, group_size: int
 ) -> tuple[str | None, float]:
     traits = estimator.advantage.traits
     cost = 12.0 * problem.logits.numel()
-    if refusal := _recursion(estimator):
-        return refusal, cost
+    if why := _recursion(estimator) or penalties.refusal(estimator):
+        return why, cost
     if estimator.aggregation.traits.scope != "response":
         return f"{estimator.aggregation.name} couples responses", cost
     if any(m.traits.refill for m in estimator.admission):
@@ -123,8 +137,8 @@ def _prefix_tree(
 
 
 def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[str | None, float]:
-    if refusal := _recursion(estimator):
-        return refusal, 0.0
+    if why := _recursion(estimator) or penalties.refusal(estimator):
+        return why, 0.0
     if estimator.advantage.traits.scope == "batch":
         return f"{estimator.advantage.name} couples prompts", 0.0
     terms = count_classes(estimator, problem, group_size)
@@ -145,7 +159,8 @@ def _listing(count: Callable[..., float]) -> Callable[..., tuple[str | None, flo
 
 
 def _transfer(estimator: Estimator, chain: Chain, group_size: int) -> tuple[str | None, float]:
-    return _recursion(estimator) or refusal(estimator), 5 * cells(chain)
+    why = _recursion(estimator) or _penalized(estimator) or refusal(estimator)
+    return why, 5 * cells(chain)
 
 
 OPTIONS: dict[str, Callable[[Estimator, Any, int], tuple[str | None, float]]] = {
@@ -234,6 +249,16 @@ def exact(
     budget = PATIENCE * BUDGET
     if refusal := consider(engine, estimator, problem, group_size, budget=budget).refusal:
         raise Undefined(f"engine {engine} is not valid: {refusal}")
+    return compute(estimator, problem, group_size, engine)
+
+
+def compute(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Moments:
+    """Run an exact engine that `plan` or `consider` found valid.
+
+    Raises:
+        Undefined: the estimator has no meaning here, or a ratio of policy to sampler is so large
+            that a moment overflows.
+    """
     if engine == "prefix_tree":
         engine = "by_response" if estimator.advantage.traits.scope == "response" else "affine"
     found = RUNS[engine](estimator, problem, group_size)

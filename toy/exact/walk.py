@@ -64,7 +64,7 @@ class Walk:
     @cached_property
     def log_ratio(self) -> Float[Tensor, "P N V"]:
         """Log-ratio of policy to sampler at each token, 0 where it is never drawn."""
-        return _zero_unless(self.behavior, self.problem.logp - self.problem.behavior_logp)
+        return zero_unless(self.behavior, self.problem.logp - self.problem.behavior_logp)
 
     def log_ratio_of(self, numerator: str, denominator: str) -> Float[Tensor, "P N V"]:
         """Log-ratio of two of the problem's policies, by their fields, 0 where never drawn.
@@ -77,7 +77,7 @@ class Walk:
         if pair not in self._ratios:
             first, second = (getattr(self.problem, name) for name in pair)
             first, second = (self.problem.logp if x is None else x for x in (first, second))
-            self._ratios[pair] = _zero_unless(self.behavior, first - second)
+            self._ratios[pair] = zero_unless(self.behavior, first - second)
         return self._ratios[pair]
 
     def _descend(self, root: Tensor, step: Tensor, combine: Callable[..., Tensor]) -> Tensor:
@@ -113,13 +113,13 @@ class Walk:
     def summed(self, steps: Float[Tensor, "P N V"]) -> Float[Tensor, "P N V"]:
         """Numbers of tokens summed up to and including each; 0 where the path is never drawn."""
         zero = self.behavior.new_zeros((self.problem.prompts, 1))
-        return _zero_unless(self.flow, self._descend(zero, steps, torch.add))
+        return zero_unless(self.flow, self._descend(zero, steps, torch.add))
 
     @cached_property
     def fields(self) -> dict[str, Tensor]:
         """What maps may ask for by name, 0 where a token is never drawn."""
         both = (self.problem.logp, self.problem.behavior_logp)
-        return token_fields(*(_zero_unless(self.behavior, x) for x in both))
+        return token_fields(*(zero_unless(self.behavior, x) for x in both))
 
     @cached_property
     def leaf_flow(self) -> Float[Tensor, "P M"]:
@@ -155,19 +155,70 @@ class Walk:
             return here
         return here.reshape(*here.shape[:-1], self.tree.going**t, self.tree.vocab)
 
-    def gather(self, leaves: Float[Tensor, "P M"]) -> Float[Tensor, "P N V"]:
-        """For each token the sum over the responses that pass it."""
-        tree = self.tree
-        here = self.leaf_level(leaves, tree.horizon - 1)
-        if tree.horizon == 1:
+    def ascend(self, leaves: Tensor, at_level: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """For each token the sum over the responses that pass it, changed at each level.
+
+        Args:
+            leaves: of responses, `[... M]`; the sums are `[... N V]`.
+            at_level: given sums at the tokens of a level and that level, what goes on to the next.
+        """
+        tree, last = self.tree, self.tree.horizon - 1
+        here = at_level(self.leaf_level(leaves, last), tree.level(last))
+        if last == 0:
             return here
-        out = leaves.new_empty((len(leaves), tree.prefixes, tree.vocab))
-        out[:, tree.level(tree.horizon - 1)] = here
-        for t in reversed(range(tree.horizon - 1)):
-            going = here.sum(-1).reshape(len(leaves), tree.going**t, tree.going)
+        out = leaves.new_empty((*leaves.shape[:-1], tree.prefixes, tree.vocab))
+        out[..., tree.level(last), :] = here
+        for t in reversed(range(last)):
+            going = here.sum(-1).reshape(*leaves.shape[:-1], tree.going**t, tree.going)
             here = tree.join(going, None if tree.stop is None else self.leaf_level(leaves, t))
-            out[:, tree.level(t)] = here
+            here = at_level(here, tree.level(t))
+            out[..., tree.level(t), :] = here
         return out
+
+    def gather(
+        self, leaves: Float[Tensor, "F M"], kernel: Float[Tensor, "P N V"] | None = None
+    ) -> Float[Tensor, "F N V"]:
+        """For each token the sum over the responses that pass it.
+
+        Args:
+            leaves: of responses; rows are prompts, or many of one prompt.
+            kernel: a factor of each token, from the one asked about to the end of the response.
+        """
+        if kernel is None:
+            return self.ascend(leaves, lambda here, level: here)
+        return self.ascend(leaves, lambda here, level: here * kernel[:, level])
+
+    def collect(
+        self,
+        leaves: Float[Tensor, "F M"],
+        earned: Float[Tensor, "P N V"],
+        after: Float[Tensor, "P M"] | float,
+        order: int,
+        kernel: Float[Tensor, "P N V"] | None = None,
+    ) -> Float[Tensor, "K F N V"]:
+        """`gather` of leaves times the power 0, 1, .. `order` of what tokens earn from there on.
+
+        Args:
+            leaves: of responses.
+            earned: by each token, summed from the token asked about to the end of the response.
+            after: earned by what follows a response's last choice.
+            order: 1 or 2.
+            kernel: as in `gather`.
+        """
+
+        def at_level(here: Tensor, level: slice) -> Tensor:
+            e = earned[:, level]
+            first = here[1] + e * here[0]
+            found = [here[0], first]
+            if order > 1:
+                found.append(here[2] + e * (here[1] + first))
+            stacked = torch.stack(found)
+            return stacked if kernel is None else stacked * kernel[:, level]
+
+        start = [leaves]
+        for _ in range(order):
+            start.append(start[-1] * after)
+        return self.ascend(torch.stack(start), at_level)
 
     def visits(self, feature: Float[Tensor, "P M"] | None) -> Float[Tensor, "P N V"]:
         """Flow times E[f | token] for a function of the response, kept; None stands for 1."""
@@ -178,7 +229,7 @@ class Walk:
         return self._visits[id(feature)][1]
 
 
-def _zero_unless(probability: Tensor, value: Tensor) -> Tensor:
+def zero_unless(probability: Tensor, value: Tensor) -> Tensor:
     """The value, 0 where the probability is 0."""
     if probability.numel() == 0 or probability.amin() > 0:
         return value
