@@ -13,8 +13,8 @@ from windage.estimators.admission import veto, zero_variance
 from windage.estimators.advantage import batch_std
 from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.correction import Correction, ratio, token, trajectory, truncate
-from windage.estimators.member import use
-from windage.estimators.penalty import entropy
+from windage.estimators.member import Member, use
+from windage.estimators.penalty import entropy, overlong_shaping
 from windage.toy.behavior import with_behavior
 from windage.toy.chains import reasoning
 from windage.toy.exact.moments import Undefined
@@ -22,6 +22,7 @@ from windage.toy.exact.plan import (
     BUDGET,
     FIRST_PASS,
     OPTIONS,
+    consider,
     exact,
     options,
     plan,
@@ -133,20 +134,21 @@ def test_refilled_groups_are_refused_by_the_tree() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        replace(get("rloo"), admission=(use(veto, low=0.8),)),
-        replace(get("rloo"), penalties=(use(entropy, coefficient=0.1),)),
-        get("dapo", length=3, margin=1),
-    ],
-    ids=["veto", "entropy", "shaping"],
-)
-def test_what_recursions_would_leave_out_is_listed_instead(estimator: object) -> None:
+def test_what_recursions_would_leave_out_is_listed_instead() -> None:
+    estimator = replace(get("rloo"), admission=(use(veto, low=0.8),))
     problem = typical(1, 2)
-    found = {o.engine: o.refusal for o in options(estimator, problem, 2)}  # type: ignore[arg-type]
+    found = {o.engine: o.refusal for o in options(estimator, problem, 2)}
     assert found["prefix_tree"] is not None and found["classes"] is not None
-    assert plan(estimator, problem, 2).engine == "compositions"  # type: ignore[arg-type]
+    assert plan(estimator, problem, 2).engine == "compositions"
+
+
+@pytest.mark.parametrize(
+    "penalty", [use(entropy, coefficient=0.1), use(overlong_shaping, length=3)]
+)
+def test_the_automaton_knows_no_penalties(penalty: Member) -> None:
+    chain = reasoning(8)
+    found = consider("transfer", replace(get("rloo"), penalties=(penalty,)), chain, 2).refusal
+    assert f"{penalty.name} changes rewards or coefficients" in str(found)
 
 
 def test_statistics_of_the_batch_are_listed() -> None:

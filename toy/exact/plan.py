@@ -13,9 +13,9 @@ from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
 from windage.toy.exact import penalties
 from windage.toy.exact.affine import affine, by_response
+from windage.toy.exact.automata import automaton, refusal
 from windage.toy.exact.classes import classes, count_classes
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.automata import automaton, refusal
 from windage.toy.exact.transfer import cells
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
