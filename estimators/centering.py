@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.estimators.errors import positive
 from windage.estimators.member import declare
 
 Weigh = Callable[[Tensor], Tensor]
@@ -82,11 +83,25 @@ def exact(
     return head_behavior_logp.exp() * weigh(head_ratio(head_logp, head_behavior_logp))
 
 
+def likeliest(head_behavior_logp: Float[Tensor, "*batch K"], k: int) -> Bool[Tensor, "*batch K"]:
+    """The sampler's k likeliest tokens of a head; ties go to the earlier.
+
+    Example:
+        >>> likeliest(torch.tensor([0.2, 0.5, 0.3]).log(), 2)
+        tensor([False,  True,  True])
+    """
+    order = head_behavior_logp.argsort(dim=-1, descending=True, stable=True)
+    nothing = torch.zeros_like(order, dtype=torch.bool)
+    return nothing.scatter(-1, order[..., :k], True)
+
+
 @declare("token", "head_logp", "head_behavior_logp")
 def top_k(
     head_logp: Float[Tensor, "*batch K"],
     head_behavior_logp: Float[Tensor, "*batch K"],
     weigh: Weigh,
+    *,
+    k: int | None = None,
 ) -> Float[Tensor, "*batch K"]:
     """Sum over the recorded head; the tail is the trainer's, rescaled to the sampler's mass.
 
@@ -102,6 +117,10 @@ def top_k(
         head_logp: trainer's full-vocabulary log-probability of the head tokens.
         head_behavior_logp: sampler's, of the same tokens.
         weigh: log-ratios to weights.
+        k: tokens of the head that are used, the sampler's likeliest; None: all that was recorded.
+
+    Raises:
+        ValueError: k is not above 0.
 
     Example:
         >>> q, p = torch.tensor([0.6, 0.2]), torch.tensor([0.5, 0.3])
@@ -113,6 +132,10 @@ def top_k(
     """
     head = exact(head_logp, head_behavior_logp, weigh)
     p, q = head_logp.exp(), head_behavior_logp.exp()
+    if k is not None:
+        positive(k=k)
+        used = likeliest(head_behavior_logp, k)
+        head, p, q = (torch.where(used, x, 0.0) for x in (head, p, q))
     rest = (1 - torch.stack([q.sum(-1, keepdim=True), p.sum(-1, keepdim=True)])).clamp(min=FLOOR)
     log_rho = rest[0].log() - rest[1].log()
     return head - log_rho.exp() * weigh(-log_rho) * p

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import numbers, problems
 
-from windage.estimators.advantage import constant
+from windage.estimators.advantage import constant, leave_one_out
 from windage.estimators.aggregation import token_sum
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
@@ -36,9 +36,12 @@ from windage.estimators.correction import (
 )
 from windage.estimators.estimator import Estimator, surrogate
 from windage.estimators.member import use
+from windage.toy.behavior import with_behavior
+from windage.toy.problems import token_tree
 
 MAPS = (use(none), use(truncate, cap=1.25), use(band, low=0.7, high=1.5), use(taper))
 INF = float("inf")
+SERVE = {"prefix_tree", "classes"}
 pair = st.integers(2, 5).flatmap(lambda v: st.tuples(numbers(3, v), numbers(3, v)))
 
 
@@ -267,3 +270,38 @@ def test_a_head_with_garbage_under_the_mask(name):
     found = get(name)(batch)
     assert found.head.isfinite().all() and not found.head[:, :, 1].any()
     assert found.head[:, :, 0].any()
+
+
+@pytest.mark.parametrize("map_", [use(none), use(truncate, cap=1.25), use(taper)])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_every_engine_takes_the_samplers_likeliest_tokens(map_, k):
+    """The tree and classes build the head at each prefix; the list looks at recorded heads."""
+    problem = with_behavior(token_tree(3, vocab=4), "noise", sigma=0.7)
+    for advantage in (constant, leave_one_out):
+        short = replace(centered(map_, advantage=advantage), centering=use(top_k, k=k))
+        listed = moments(short, problem, 2, engine="compositions")
+        gated = advantage is leave_one_out and map_.function is taper
+        engines = {"classes"} if gated else SERVE
+        for engine in engines:
+            found = moments(short, problem, 2, engine=engine)
+            assert_close(found.mean, listed.mean)
+            assert_close(found.variance, listed.variance)
+            assert_close(found.drift, listed.drift)
+        whole = moments(centered(map_, advantage=advantage), problem, 2)
+        if k >= 3:
+            assert_close(listed.mean, whole.mean)
+        elif map_.function is not none:
+            assert_apart(listed.drift, whole.drift, at_least=1e-5)
+
+
+def test_the_likeliest_tokens_are_the_same_wherever_they_stand_in_the_head():
+    random = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(6, 5, generator=random).double().log_softmax(-1) for _ in range(2))
+    weigh = weigh_by(use(truncate, cap=1.25))
+    order = q.argsort(-1, descending=True)
+    first = order[:, :2]
+    expected = top_k(p.gather(-1, first), q.gather(-1, first), weigh)
+    assert_close(top_k(p, q, weigh, k=2).gather(-1, first), expected)
+    assert not top_k(p, q, weigh, k=2).gather(-1, order[:, 2:]).any()
+    with refused("k is 0"):
+        top_k(p, q, weigh, k=0)
