@@ -4,5 +4,8 @@ from __future__ import annotations
 
 STUDIES: dict[str, str] = {
     "placebo": "constant reward: what moves although nothing is to be learned",
+    "constant": "a constant added to the reward: who is moved by it",
+    "quantised": "rounded and noisy samplers: who survives",
+    "staleness": "samplers that lag: what cures it and what does not",
     "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }

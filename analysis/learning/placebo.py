@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import torch
-from torch import Tensor
-
+from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import without_baseline
 from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
-from windage.analysis.learning.world import TRAIN, World
-from windage.estimators.estimator import Estimator
-from windage.toy.learning import State
-from windage.toy.training import Ascent, Sampler, online
+from windage.toy.training import Sampler
 
 PANEL = "reward 1 for every response"
 STEPS, NOISE = 120, 0.2
@@ -28,37 +23,13 @@ ARMS: dict[str, tuple[str, Sampler]] = {
 }
 
 
-def one(prompts: Tensor, tokens: Tensor) -> Tensor:
-    """The same reward for every response."""
-    return torch.ones(prompts.shape[:2])
-
-
-def walk(rule: Estimator, sampler: Sampler, steps: int, place: World) -> Iterator[State]:
-    """Plain steps along the estimator's update."""
-    ascent = Ascent(optimizer="sgd", rate=0.01)
-    return online(
-        place.network,
-        place.start,
-        place.train,
-        rule,
-        ascent,
-        sampler,
-        one,
-        place.generators(TRAIN),
-        steps=steps,
-    )
-
-
 def arms(size: Size) -> Sequence[Arm]:
     """The four ways to weigh, and two other samplers."""
-    last = size.of(STEPS)
-    marks = sorted({0, *(last * i // 4 for i in range(1, 5))})
 
     def arm(name: str, entry: str, sampler: Sampler) -> Arm:
-        run: Callable[[World], Iterator[State]] = partial(
-            walk, without_baseline(entry), sampler, last
-        )
-        return Arm(name=name, panel=PANEL, base="mid", walk=run, marks=marks)
+        plan = Drawn(steps=size.of(STEPS), sampler=sampler, reward="constant")
+        walk = partial(plan.walk, without_baseline(entry))
+        return Arm(name=name, panel=PANEL, base="mid", walk=walk, marks=plan.quarters())
 
     return [arm(name, *given) for name, given in ARMS.items()]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from windage.estimators.advantage import constant
+from windage.estimators.advantage import constant, group_mean
 from windage.estimators.aggregation import token_sum
 from windage.estimators.batch import Batch, log_ratio
 from windage.estimators.catalogue import get
@@ -29,6 +29,11 @@ FAR = math.exp(20)
 def without_baseline(name: str, *, baseline: float = 0.0) -> Estimator:
     """An entry with the reward minus a constant as its advantage."""
     return replace(get(name), advantage=use(constant, baseline=baseline))
+
+
+def grouped(rule: Estimator) -> Estimator:
+    """The same rule with the reward minus the group's mean as its advantage."""
+    return replace(rule, advantage=use(group_mean))
 
 
 def leveled(reach: object) -> Estimator:
