@@ -14,6 +14,7 @@ from typing import Any, final
 from windage.estimators.catalogue import CATALOGUE
 
 INK, GRAY, PALE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
+BORDER, FAR, LEFT = "#7a3e9d", 1e3, 0.01
 FAMILIES: dict[str, tuple[str, str]] = {
     "no correction": (INK, "o"),
     "token ratio": ("#0072b2", "s"),
@@ -24,8 +25,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "other": (GRAY, "X"),
 }
 _REACHES = {"token": "token ratio"} | dict.fromkeys(
-    ("prefix", "suffix", "trajectory", "geometric"), "sequence ratio"
+    ("prefix", "suffix", "trajectory", "geometric", "farthest", "over_group", "over_batch"),
+    "sequence ratio",
 )
+_REACHES["token_over_batch"] = "token ratio"
 STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -121,7 +124,7 @@ def family(name: str) -> str:
         >>> [family(name) for name in ("rloo", "cispo", "prefix_is", "grpo", "topr", "centered")]
         ['no correction', 'token ratio', 'sequence ratio', 'clip', 'taper', 'score centering']
     """
-    entry = CATALOGUE.get(name.partition(":")[0])
+    entry = CATALOGUE.get(name.partition(" ")[0].partition(":")[0])
     if entry is None:
         return "other"
     if entry.centering is not None:
@@ -331,28 +334,16 @@ def aside(axes: Any, said: Mapping[str, Sequence[str]], most: int = 3) -> None:
 ROOT_TICKS = (0, 0.1, 0.5, 1, 2, 4, 8, 16)
 
 
-def bias_against_noise(
-    axes: Any, points: Sequence[tuple[float, float, str]], *, named: Sequence[str], limit: float
-) -> Later:
-    """Bias against noise on square-root axes, with lines of equal progress and the frontier.
-
-    Args:
-        axes: to paint on.
-        points: bias and noise, both relative to the gradient, and an estimator's name.
-        named: entries to name besides the frontier's.
-        limit: of both axes.
-
-    Returns:
-        What writes the names, once the layout is known.
-    """
+def _plane(axes: Any, wide: float, limit: float) -> None:
+    """Square-root axes and lines of equal progress."""
     import numpy as np
 
-    for side in ("x", "y"):
+    for side, end in (("x", wide), ("y", limit)):
         getattr(axes, f"set_{side}scale")(
             "function", functions=(lambda v: np.sqrt(np.maximum(v, 0)), np.square)
         )
-        getattr(axes, f"set_{side}lim")(0, limit)
-        ticks = [t for t in ROOT_TICKS if t <= limit]
+        getattr(axes, f"set_{side}lim")(0, end)
+        ticks = [t for t in ROOT_TICKS if t <= end]
         getattr(axes, f"set_{side}ticks")(ticks, [f"{t:g}" for t in ticks])
     before = 0.0
     for share in (0.9, 0.75, 0.5, 0.25, 0.1):
@@ -362,9 +353,9 @@ def bias_against_noise(
         angle = np.linspace(0, np.pi / 2, 200)
         x, y = radius * np.cos(angle), radius * np.sin(angle)
         axes.plot(x, y, color=PALE, lw=0.9, zorder=0)
-        if (radius / limit) ** 0.5 - before < 0.085:
+        if (radius / wide) ** 0.5 - before < 0.085 or radius >= wide:
             continue
-        before = (radius / limit) ** 0.5
+        before = (radius / wide) ** 0.5
         axes.text(
             radius, 0.008 * limit, f"{100 * share:.0f} %", color=GRAY, fontsize=6.8, ha="center",
             va="center", bbox={"fc": "white", "ec": "none", "pad": 0.6},
@@ -373,9 +364,36 @@ def bias_against_noise(
         "better", (0.012, 0.012), (0.09, 0.09), xycoords="axes fraction", fontsize=7, color=GRAY,
         arrowprops={"arrowstyle": "->", "color": GRAY, "lw": 0.7}, ha="center", va="center",
     )  # fmt: skip
-    shown = [p for p in points if p[0] <= limit and p[1] <= limit]
+
+
+def bias_against_noise(
+    axes: Any,
+    points: Sequence[tuple[float, float, str]],
+    *,
+    named: Sequence[str],
+    limit: float,
+    across: float | None = None,
+    joined: bool = True,
+) -> Later:
+    """Bias against noise on square-root axes, with lines of equal progress and the frontier.
+
+    Args:
+        axes: to paint on.
+        points: bias and noise, both relative to the gradient, and an estimator's name.
+        named: entries to name besides the frontier's.
+        limit: of both axes.
+        across: of the axis of bias, where it is another.
+        joined: whether a dashed line joins the frontier's points.
+
+    Returns:
+        What writes the names, once the layout is known.
+    """
+    wide = across or limit
+    _plane(axes, wide, limit)
+    shown = [p for p in points if p[0] <= wide and p[1] <= limit]
     best = frontier([(round(b, 12), round(n, 12)) for b, n, _ in shown])
-    axes.plot(*zip(*best, strict=True), color=GRAY, lw=1.1, ls=(0, (4, 2)), zorder=1)
+    if joined:
+        axes.plot(*zip(*best, strict=True), color=GRAY, lw=1.1, ls=(0, (4, 2)), zorder=1)
     together: dict[tuple[float, float], list[str]] = {}
     for bias, noise, name in shown:
         color, marker = FAMILIES[family(name)]
@@ -390,3 +408,38 @@ def bias_against_noise(
         color = FAMILIES[family(lead)][0]
         labels.append((x, y, lead + (f" +{others}" if others else ""), color))
     return lambda: label_points(axes, labels, [(b, n) for b, n, _ in shown])
+
+
+def attainable(axes: Any, curve: Sequence[tuple[float, float]], words: str) -> None:
+    """A border, its name, and in a pale shade what lies beyond it.
+
+    Args:
+        axes: to paint on.
+        curve: from left to right, falling; where it starts to the right of 0, nothing is
+            attainable left of it.
+        words: what the border is.
+    """
+    (first, top), (_, floor) = curve[0], curve[-1]
+    start = (first, FAR) if first > LEFT else (0.0, top)
+    xs, ys = zip(start, *curve, (FAR, floor), strict=True)
+    axes.fill_between([0.0, *xs], [ys[0], *ys], color=BORDER, alpha=0.08, lw=0, zorder=0.2)
+    axes.plot(xs, ys, color=BORDER, lw=1.8, zorder=1.5)
+    axes.annotate(
+        words, (1, ys[-1]), (-6, -9), xycoords=("axes fraction", "data"), ha="right", va="center",
+        textcoords="offset points", fontsize=8, color=BORDER,
+    )  # fmt: skip
+
+
+def ring(axes: Any, x: float, y: float, name: str) -> None:
+    """An open circle in the color of an estimator."""
+    color = FAMILIES[family(name)][0]
+    axes.plot(x, y, "o", mfc="white", mec=color, ms=7, mew=1.5, zorder=5)
+
+
+def decades(axes: Any) -> None:
+    """Ticks of two log axes: powers of ten, few of them, without the small ones' words."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(numticks=9))
+        axis.set_minor_formatter(NullFormatter())

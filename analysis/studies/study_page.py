@@ -10,7 +10,7 @@ from typing import Any
 from windage.analysis import plots
 from windage.analysis.plots import Figure, Later, family
 from windage.analysis.report import Page, Section
-from windage.analysis.studies import length_page, staleness_page
+from windage.analysis.studies import decision_page, length_page, staleness_page
 from windage.analysis.tables import NOISE, Column, Table, reasons, text
 from windage.analysis.terminal import Rendered
 
@@ -25,6 +25,14 @@ FIGURES = {
     "drift": ("drift", 1),
     "unsupported_mass": ("mass never\ndrawn", 0),
 }
+DECIDING = {
+    "groups_needed_rescaled": ("groups\nto {error}", -1),
+    "crossover_groups_rescaled": ("groups\nto crossover", -2),
+    "signal_to_noise": ("signal\nto noise", -3),
+    "excess_bias_rescaled": ("excess\nbias", 10),
+    "excess_variance_rescaled": ("excess\nvariance", 10),
+    "excess_error_rescaled": ("excess\nerror", 9),
+}
 FORMULA = """\
 scale    = <E g, grad J> / <grad J, grad J>       cosine = <E g, grad J> / (|E g| |grad J|)
 bias     = |E g - grad J| / |grad J|              variance = trace of Cov g
@@ -32,6 +40,11 @@ rescaled = the same for g / scale                 drift = |E g| with advantage 1
 MEANING = (
     "Scale is harmless (a step size makes up for it); rescaled bias is what no number of responses "
     "takes away; rescaled variance falls as one over the number of batches."
+)
+EXCESS = (
+    "Excess, after rescaling: bias beyond the least that own-token weights have with this variance; "
+    "variance above their least with this bias, as a share; mean squared error of {} batch{} above "
+    "their least, as a share. – no such weights have this bias, or this little variance."
 )
 
 FARTHEST = 8.0
@@ -73,17 +86,25 @@ def swept(document: Document) -> list[str]:
 def rows_table(document: Document) -> Table:
     """Every row; figures that were sampled carry their standard error."""
     given = _given(document["rows"])
+    error = text(document.get("error"))
+    deciding = {
+        key: (label.format(error=error), keep)
+        for key, (label, keep) in DECIDING.items()
+        if key in document["rows"][0]
+    }
     shown: list[Mapping[str, Any]] = []
     for row in document["rows"][:MOST_ROWS]:
         errors = row["standard_error"] or {}
         cells = {key: _cell(row[key], errors.get(key)) for key in FIGURES}
+        cells |= {key: row[key] for key in deciding}
         names = {key: row[key] for key in swept(document)}
         shown.append(
             {**names, **cells, "estimator": row["estimator"] + given(row), "engine": row["engine"]}
         )
     columns = [Column(key="estimator", label="estimator", keep=99)]
     columns += [Column(key=k, label=k.replace("_", " "), keep=90) for k in swept(document)]
-    columns += [Column(key=k, label=label, keep=keep) for k, (label, keep) in FIGURES.items()]
+    figures = {**FIGURES, **deciding}
+    columns += [Column(key=k, label=label, keep=keep) for k, (label, keep) in figures.items()]
     columns.append(Column(key="engine", label="engine", keep=6))
     return Table(columns=columns, rows=shown, caption=how(document), notes=_notes(document["rows"]))
 
@@ -233,13 +254,24 @@ def page(document: Document) -> Page:
     if document.get("study") in NAMED:
         return NAMED[document["study"]].page(document)
     keys = swept(document)
-    figure = sweep_figure(document, keys[-1]) if keys else tradeoff(document)
+    figures = {
+        "At a glance": sweep_figure(document, keys[-1]) if keys else tradeoff(document),
+        "How many groups": decision_page.error_figure(document),
+        "What is attainable": decision_page.frontier_figure(document),
+    }
+    table = rows_table(document)
+    names = [row["estimator"] for row in table.rows]
     return Page(
         title=f"Bias and variance on {title(document)}",
         intro=(MEANING,),
         sections=[
-            *([Section(title="At a glance", figure=figure)] if figure is not None else []),
-            Section(title="Every row", formula=FORMULA, table=rows_table(document)),
+            *(Section(title=t, figure=f) for t, f in figures.items() if f is not None),
+            Section(title="Every row", formula=FORMULA, table=table),
+            Section(
+                title="What decides",
+                formula=decision_page.FORMULA.format(wanted=text(document["error"])),
+                table=decision_page.decision_table(document, names),
+            ),
         ],
         footer=f"{how(document)} {text(document['seconds'])} seconds.",
     )
@@ -249,4 +281,8 @@ def summary(document: Document) -> Rendered:
     """What the terminal shows."""
     if document.get("study") in NAMED:
         return NAMED[document["study"]].summary(document)
-    return Rendered(title=title(document), table=rows_table(document), lines=(MEANING,))
+    lines = (MEANING,)
+    if document.get("frontier"):
+        batches = document["frontier_batches"]
+        lines += (EXCESS.format(text(batches), "es" if batches != 1 else ""),)
+    return Rendered(title=title(document), table=rows_table(document), lines=lines)

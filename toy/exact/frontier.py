@@ -46,7 +46,7 @@ SIGN = 1e-11
 SOLVED = 1e-8
 PATIENCE = 3
 LEAST, MOST = 1e-8, 1e8
-HALVINGS = 40
+HALVINGS = 28
 CELLS = 4e6
 
 
@@ -380,7 +380,9 @@ def attainable(
         return price, *figures(price)
 
     price, b, v = cross(lambda _, v: v > variance)
-    least_bias = torch.where(price < 1.01 * LEAST, b, b + price * (v - variance))
+    none = 1e-12 * forms.gradient.square().sum()
+    cheapest = torch.where(b < none, 0.0, b)
+    least_bias = torch.where(price < 1.01 * LEAST, cheapest, b + price * (v - variance))
     least_bias = torch.where(price > 0.99 * MOST, torch.nan, least_bias)
     price, b, v = cross(lambda b, _: b < bias)
     least_variance = v + (b - bias) / price
