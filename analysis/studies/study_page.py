@@ -42,7 +42,7 @@ MEANING = (
     "takes away; rescaled variance falls as one over the number of batches."
 )
 EXCESS = (
-    "Excess, after rescaling: bias beyond the least that own-token weights have with this variance; "
+    "Excess, rescaled: bias beyond the least that own-token weights have with this variance; "
     "variance above their least with this bias, as a share; mean squared error of {} batch{} above "
     "their least, as a share. – no such weights have this bias, or this little variance."
 )
