@@ -155,21 +155,16 @@ def decoupled_std(
     """
     parts = promote(components).movedim(-1, 0)
     weights = (1.0,) * len(parts) if component_weights is None else component_weights
-    if not isinstance(weights, tuple) or len(weights) != len(parts):
+    if len(weights) != len(parts):
         raise BadInput(
             f"component_weights is {weights}; allowed: a tuple of {len(parts)} numbers, one a "
             "component"
         )
     present = everyone(parts[0], present)
     normed = [group_std(part, present, ddof=ddof, eps=eps) for part in parts]
-    total = sum(w * z for w, z in zip(weights, normed, strict=True))
-    return _by_batch(total, present, ddof, eps)
-
-
-def _by_batch(values: Tensor, present: Tensor, ddof: int, eps: float) -> Tensor:
-    """Values minus their mean over the batch, over their standard deviation plus eps."""
+    terms = torch.stack([w * z for w, z in zip(weights, normed, strict=True)])
+    total, largest = terms.sum(0), terms.abs().sum(0).amax((-2, -1), keepdim=True)
     count = present.sum((-2, -1), keepdim=True)
-    mean = torch.where(present, values, 0.0).sum((-2, -1), keepdim=True) / count.clamp(min=1)
-    centered = torch.where(present, values - mean, 0.0)
-    largest = torch.where(present, values.abs(), 0.0).amax((-2, -1), keepdim=True)
+    mean = total.sum((-2, -1), keepdim=True) / count.clamp(min=1)
+    centered = torch.where(present, total - mean, 0.0)
     return over_spread(centered, count - ddof, largest, (-2, -1), eps)
