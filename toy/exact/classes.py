@@ -276,6 +276,18 @@ class Contributions:
         self.spread = square - self.gram.diagonal() / mass
 
     @cached_property
+    def columns(self) -> tuple[Float[Tensor, "C K"], Float[Tensor, "C K"]]:
+        """Share of the class times advantage, and advantage, of each row of `mean` by group."""
+        share, advantages = self.group.share, self.group.advantages
+        if self.signs > 1:
+            share = torch.cat([share, share], 1)
+            advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
+        if self.extra is not None:
+            share = torch.cat([share, self.group.share], 1)
+            advantages = torch.cat([advantages, torch.ones_like(self.group.share)], 1)
+        return share * advantages, advantages
+
+    @cached_property
     def crossed(self) -> Float[Tensor, " SR"]:
         """E[x . y 1{c}] - mean x . mean y / mass[c] of each class, y what penalties add."""
         assert self.extra is not None
@@ -288,18 +300,10 @@ class Contributions:
         self, first: Float[Tensor, " C"], second: Float[Tensor, " C"]
     ) -> tuple[Float[Tensor, " NV"], Float[Tensor, ""]]:
         """Mean and mean square of the prompt's part, from the denominators' moments by group."""
-        share, advantages = self.group.share, self.group.advantages
-        if self.signs > 1:
-            share = torch.cat([share, share], 1)
-            advantages = torch.cat([advantages.clamp(min=0), advantages.clamp(max=0)], 1)
-        total = share * advantages
-        square = total.new_zeros(len(total))
+        total, advantages = self.columns
+        square = (total * advantages) @ self.spread + ((total @ self.gram) * total).sum(1)
         if self.extra is not None:
-            square = 2 * (total @ self.crossed)
-            one = self.group.share
-            total = torch.cat([total, one], 1)
-            advantages = torch.cat([advantages, torch.ones_like(one)], 1)
-        square = square + (total * advantages) @ self.spread + ((total @ self.gram) * total).sum(1)
+            square = square + 2 * (total[:, : len(self.crossed)] @ self.crossed)
         mean = ((self.group.probability * first) @ total) @ self.mean
         return mean, (self.group.probability * second) @ square
 
@@ -341,15 +345,41 @@ def _classed(estimator: Estimator, part: Problem) -> tuple[Walk, Tensor, list[Te
     return walk, values, list(members), mass
 
 
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """One prompt's classes: the tree under them, who is in each, and what they contribute.
+
+    Args:
+        walk: the sampler's measure.
+        members: 1 for each response of each class.
+        leaf: coefficient of each response, where the aggregation looks at nothing else; or None.
+        part: what the classes contribute.
+    """
+
+    walk: Walk
+    members: list[Tensor]
+    leaf: Float[Tensor, "1 M"] | None
+    part: Contributions
+
+
 def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     """Mean and variance from counts of classes, prompt by prompt."""
+    scale, prompts = by_prompt(estimator, problem, group_size)
+    return combine(estimator, [p.part for p in prompts], scale).shaped(problem.logits.shape)
+
+
+def by_prompt(
+    estimator: Estimator, problem: Problem, group_size: int
+) -> tuple[float, list[Prompt]]:
+    """The classes of every prompt, and a coefficient of all responses."""
     coupled = counts_tokens(estimator)
     scale, leaf = 1.0, None
     if not coupled:
         scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     shared = weighing(estimator), None if leaf is None else (estimator.aggregation, group_size)
     shaping = (*in_rewards(estimator), refills(estimator))
-    parts = []
+    found = []
     for p in range(problem.prompts):
         part = kept(problem, ("prompt", p), problem.select, p)
         key: tuple[Hashable, ...] = ("classed", coupled, shaping)
@@ -357,10 +387,20 @@ def classes(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
         group = Groups(estimator, values, mass, group_size)
         own = None if leaf is None else leaf[p : p + 1]
         key = "classes", coupled, shaping, *shared
-        parts.append(
-            Contributions(group, *kept(part, key, _on_tree, estimator, walk, members, own))
-        )
-    return combine(estimator, parts, scale).shaped(problem.logits.shape)
+        rest = kept(part, key, _on_tree, estimator, walk, members, own)
+        mine = Contributions(group, *rest)
+        found.append(Prompt(walk=walk, members=members, leaf=own, part=mine))
+    return scale, found
+
+
+def denominators(
+    estimator: Estimator, groups: list[Groups], p: int
+) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
+    """First two moments of what divides each group of a prompt, given that group."""
+    if counts_tokens(estimator):
+        return _scales(estimator.aggregation, groups, p, conditioned=True)
+    one = torch.ones_like(groups[p].chance)
+    return one, one
 
 
 def combine(estimator: Estimator, parts: list[Contributions], scale: float) -> Moments:
@@ -372,9 +412,9 @@ def combine(estimator: Estimator, parts: list[Contributions], scale: float) -> M
     groups = [part.group for part in parts]
     means, drifts, variance = [], [], parts[0].mean.new_zeros(())
     for p, part in enumerate(parts):
-        first = second = plain = torch.ones_like(part.group.chance)
+        first, second = denominators(estimator, groups, p)
+        plain = first
         if counts_tokens(estimator):
-            first, second = _scales(estimator.aggregation, groups, p, conditioned=True)
             plain, _ = _scales(estimator.aggregation, groups, p, conditioned=False)
         mean, square = part.moments(first, second)
         means.append(mean)
