@@ -5,8 +5,8 @@ With X_k = E[x 1{reward k}] for each sign of the advantage, an engine needs
     sum over k of f_k X_k,    sum over k of f_k E[|x|^2 1{k}],    sums over k, l of B_kl X_k . X_l
 
 The first two are one recursion over the tree each.  On a tree of one step the inner products are a
-diagonal plus a few products, X_k . X_l = 1{k=l} D_k + sum over a, b of F_ak C_ab F'_bl, so that they
-cost nothing to speak of; on deeper trees F holds the X_k themselves.
+diagonal plus a few products, X_k . X_l = 1{k=l} D_k + sum over a, b of F_ak C_ab F'_bl, and cost
+little; on deeper trees F holds the X_k themselves.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ByReward:
         own, reached, head = self._visits(first)
         other, reached_other, head_other = self._visits(second)
 
-        # x = V - pi sum(V) with V = own f - head (reached . f); F = (own, pi own, reached, head own)
+        # x = V - pi sum(V), V = own f - head (reached . f), F = (own, pi own, reached, head own)
         def factors(own: Tensor, reached: Tensor, against: Tensor) -> Tensor:
             return self._sums(torch.stack([own, pi * own, reached, against * own]))
 

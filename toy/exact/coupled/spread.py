@@ -1,17 +1,18 @@
 """Group standard deviation over any number of rewards, at a cost free of the group size.
 
 With m the group's mean, v = (1/G) sum of (r_i - m)^2 and D_i = r_i - m the advantage is
-D_i / (a sqrt(v) + eps), a^2 = G / (G - ddof): a mixture over t of D_i e^(-t v) (`quadrature`).  Then
+D_i / (a sqrt(v) + eps), a^2 = G / (G - ddof): a mixture over t of D_i e^(-t v) (`quadrature`), and
 
-    e^(-t v) = sqrt(t / pi) * integral over c of product over i of u(r_i),  u(r) = e^(-(t/G)(r - c)^2)
+    e^(-t v) = sqrt(t / pi) * integral over c of product over i of u(r_i)
+    u(r) = e^(-(t / G) (r - c)^2)
 
 since the sum of (r_i - c)^2 is G v + G (m - c)^2.  Given v and m, c - m is normal with variance
 1 / 2t, so that under the integral D_i may be read as r_i - c and D_i D_j as (r_i - c)(r_j - c) -
 1 / 2t.  Responses are independent under the integral: with y_k = p_k u_k and Z = sum of y
 
-    E[D e^(-t v) 1{k}]       (r_k - c) u_k Z^(G-1)
-    E[D^2 e^(-t v) 1{k}]     ((r_k - c)^2 - 1 / 2t) u_k Z^(G-1)
-    E[D D' e^(-t v) x . x']  Z^(G-2) sum over k, l of ((r_k - c)(r_l - c) - 1 / 2t) u_k u_l X_k . X_l
+    E[D e^(-t v) | k]        (r_k - c) u_k Z^(G-1)
+    E[D^2 e^(-t v) | k]      ((r_k - c)^2 - 1 / 2t) u_k Z^(G-1)
+    E[D D' e^(-t v) | k, l]  ((r_k - c)(r_l - c) - 1 / 2t) u_k u_l Z^(G-2)
 
 Groups of equal rewards give 0 and are left out term by term (Z^n - y_k^n instead of Z^n), so that
 rare groups that vary are not lost in the rounding of common ones that do not.  The trapezoid in c
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from windage.toy.exact.coupled.by_reward import Products
