@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from windage.estimators import more_advantages
+from windage.estimators import more_advantages, more_corrections
 from windage.estimators.admission import staleness_cap, zero_variance
 from windage.estimators.advantage import constant, gae, group_mean, group_std, leave_one_out
 from windage.estimators.aggregation import constant_length, sequence_mean, token_mean, token_sum
@@ -224,6 +224,7 @@ ENTRIES: tuple[Estimator, ...] = (
         for composed, declared in _SECOND
         for entry in composed
     ),
+    *more_corrections.CORRECTED,
 )
 CATALOGUE = MappingProxyType({entry.name: entry for entry in ENTRIES})
 

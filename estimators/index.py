@@ -59,4 +59,30 @@ SETTINGS |= {
     "grpo_k3_weighted": (*_GROUP, "coefficient"),
     "grpo_entropy": (*_GROUP, "coefficient"),
 }
-
+_STD = ("ddof", "eps")
+SETTINGS |= {
+    "dual_clip": (*_GROUP, "cap"),
+    "bypass_ppo": _GROUP,
+    "decoupled_ppo": _GROUP,
+    "decoupled_tis": (*_STD, "cap", *_CLIP),
+    "gspo_token": _GROUP,
+    "gmpo": (*_STD, "log_low", "log_high"),
+    "clip_cov": (*_GROUP, "share", "low", "high"),
+    "kl_cov": (*_STD, "share", "coefficient"),
+    "geometric_mask": (*_STD, "low", "high"),
+    "seq_mask_tis": (*_STD, "low", "high"),
+    "opsm": (*_STD, "delta", *_CLIP),
+    "dppo_tv": (*_STD, "limit", "cap"),
+    "dppo_kl": (*_STD, "limit", "cap"),
+    "sequence_mis": (*_STD, "low", "high"),
+    "worst_token_mask": (*_STD, "low", "high"),
+    "m2po": (*_STD, "tau"),
+    "sapo": (*_STD, "tau_pos", "tau_neg"),
+    "vespo": (*_STD, "k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+    "aspo": (*_GROUP, "cap"),
+    "self_normalized": ("cap",),
+    "self_normalized_batch": ("cap",),
+    "normalized_tis": ("cap",),
+    "kimi": ("coefficient",),
+    "prime_rl": ("limit", "cap", "coefficient"),
+}

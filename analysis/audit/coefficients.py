@@ -7,13 +7,15 @@ the stages give; a coefficient is A * weight * share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from windage.analysis.audit import declared
+from windage.analysis.audit.declared import GRID_LOGP, ZERO, Spot, edges
 from windage.analysis.audit.logged import (
     LENGTH,
     Logged,
@@ -27,46 +29,12 @@ from windage.analysis.audit.moments import factor, sized
 from windage.analysis.audit.rows import Finding, worst
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
-from windage.estimators.claims import CLIPPED, Claim
+from windage.estimators.claims import Claim
 from windage.estimators.estimator import Coefficients
 
-Settings = Mapping[str, Any]
 BESIDE = 1e-9
 LARGE, LARGER = 30.0, 600.0
 REWARDS = torch.linspace(-1, 1, 5, dtype=torch.float64)
-
-
-def _limits(sign: float, s: Settings) -> tuple[float, float]:
-    return (s["a_pos"], s["b_pos"]) if sign >= 0 else (s["a_neg"], s["b_neg"])
-
-
-RULES: Mapping[str, Callable[[float, float, Settings], float]] = {
-    "1": lambda ratio, sign, s: 1.0,
-    "ratio": lambda ratio, sign, s: ratio,
-    "ratio, at most cap": lambda ratio, sign, s: min(ratio, s["cap"]),
-    "ratio inside [low, high], else 0": (
-        lambda ratio, sign, s: ratio if s["low"] <= ratio <= s["high"] else 0.0
-    ),
-    "ratio, 0 beyond the clip": (
-        lambda ratio, sign, s: 0.0 if _beyond_clip(ratio, sign, s) else ratio
-    ),
-    "ratio between a and b of the sign of A": (
-        lambda ratio, sign, s: min(max(ratio, _limits(sign, s)[0]), _limits(sign, s)[1])
-    ),
-}
-REACHES: Mapping[str, Callable[[Sequence[float], int], float]] = {
-    "own token": lambda x, t: x[t],
-    "tokens up to it": lambda x, t: sum(x[: t + 1]),
-    "tokens from it": lambda x, t: sum(x[t:]),
-    "response": lambda x, t: sum(x),
-    "response, geometric": lambda x, t: sum(x) / len(x),
-}
-ZERO: Mapping[str, Callable[[float, float, Settings], bool]] = {
-    "nowhere": lambda ratio, sign, s: False,
-    CLIPPED: lambda ratio, sign, s: _beyond_clip(ratio, sign, s),
-    "ratio < low or ratio > high": lambda ratio, sign, s: not s["low"] <= ratio <= s["high"],
-    "A < 0": lambda ratio, sign, s: sign < 0,
-}
 
 
 @final
@@ -91,10 +59,6 @@ SHARES: Mapping[str, Callable[[Counted], float]] = {
 }
 
 
-def _beyond_clip(ratio: float, sign: float, s: Settings) -> bool:
-    return ratio > 1 + s["clip_high"] if sign > 0 else sign < 0 and ratio < 1 - s["clip_low"]
-
-
 def _ragged(subject: Subject, rows: Logged) -> tuple[Coefficients, list[dict[str, Any]]]:
     """Each row's coefficients, log-ratios and advantages at its trainable tokens."""
     batch = rows.batch(subject)
@@ -102,7 +66,7 @@ def _ragged(subject: Subject, rows: Logged) -> tuple[Coefficients, list[dict[str
     fields = {
         "own": found.own,
         "advantage": found.terms.advantages.expand_as(found.own),
-        "ratio": batch.logp - batch.get("behavior_logp"),
+        **{name: batch.get(name) for name in ("logp", "behavior_logp", "proximal_logp")},
         "share": found.terms.scale.unsqueeze(-1).expand_as(found.own),
         "weight": found.weights,
     }
@@ -117,25 +81,25 @@ def _ragged(subject: Subject, rows: Logged) -> tuple[Coefficients, list[dict[str
 def weight(subject: Subject, claim: Claim, seed: int) -> Finding:
     """Coefficient over advantage and share against the declared rule of the declared ratio."""
     assert claim.value is not None
-    rule, _, reach = claim.value.partition("; ")
     settings = subject.estimator.settings
     worst_gap, place = 0.0, ""
     for spread in (0.2, 1.0, 3.0):
-        _, rows = _ragged(subject, _spread(random_rows(seed), spread))
+        logged = _spread(random_rows(seed), spread)
+        _, rows = _ragged(subject, logged)
         for i, row in enumerate(rows):
             for t, own in enumerate(row["own"]):
                 step = row["advantage"][t] * row["share"][t]
                 if step == 0 and own == 0:
                     continue
-                ratio = math.exp(REACHES[reach or "own token"](row["ratio"], t))
-                want = RULES[rule](ratio, step, settings)
+                at = Spot(
+                    rows=rows, groups=logged.groups, row=i, token=t, sign=step, settings=settings
+                )
+                want = declared.weight(claim.value, at)
                 got = own / step if step != 0 else math.inf
                 size = abs(got - want) / max(1.0, want)
                 if not size <= worst_gap:
                     worst_gap = size
-                    place = (
-                        f", row {i}, token {t}: ratio {ratio:.4g}, {got:.6g} instead of {want:.6g}"
-                    )
+                    place = f", row {i}, token {t}: {got:.6g} instead of {want:.6g}"
     return Finding(size=worst_gap, witness=f"random rows (seed {seed}){place}")
 
 
@@ -179,10 +143,14 @@ def share(subject: Subject, claim: Claim, seed: int) -> Finding:
 
 
 def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
-    """Coefficients of one-token responses by the sign of the advantage; one of 0 is left out."""
-    m = len(log_ratios)
-    shape = (m, 1, 2, 1)
-    logp = torch.full(shape, -1.0, dtype=torch.float64)
+    """Coefficients `[m T]` of m responses by the sign of the advantage; one of 0 is left out.
+
+    The proximal policy is the sampler: a pass over data that were fresh when it began.
+    """
+    m, t = log_ratios.shape
+    shape = (m, 1, 2, t)
+    logp = torch.full(shape, GRID_LOGP, dtype=torch.float64)
+    sampler = logp - log_ratios.view(m, 1, 1, t)
     zeros = torch.zeros_like(logp)
     least = -1.0 if subject.estimator.advantage.traits.rewards == "any" else 0.0
     rewards = torch.tensor([[1.0, least]], dtype=torch.float64).expand(m, 1, 2)
@@ -190,7 +158,8 @@ def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
         rewards=rewards,
         mask=torch.ones(shape, dtype=torch.bool),
         logp=logp,
-        behavior_logp=logp - log_ratios.view(m, 1, 1, 1),
+        behavior_logp=sampler,
+        proximal_logp=sampler,
         values=zeros,
         probability_square=zeros + 1,
         versions=torch.zeros(shape, dtype=torch.long),
@@ -200,27 +169,19 @@ def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
     )
     found = subject.whole(subject.ready, scored(batch, rewards))
     advantages = found.terms.advantages.expand_as(found.own)[0, 0, :, 0].tolist()
-    pairs = zip(advantages, found.own[:, 0, :, 0].unbind(-1), strict=True)
+    pairs = zip(advantages, found.own[:, 0].unbind(1), strict=True)
     return [(math.copysign(1.0, a), own) for a, own in pairs if a != 0]
-
-
-def _edges(settings: Settings) -> list[float]:
-    """Ratios at which some declared rule changes."""
-    names = {"clip_high": lambda v: 1 + v, "clip_low": lambda v: 1 - v}
-    edges = [names[k](settings[k]) for k in names if k in settings]
-    edges += [settings[k] for k in ("low", "high", "cap") if k in settings]
-    return [e for e in edges if e > 0]
 
 
 def zero_region(subject: Subject, claim: Claim, seed: int) -> Finding:
     """Scan ratios of both signs, and both sides of every bound: zero exactly where declared."""
     assert claim.value is not None
     settings = subject.estimator.settings
-    beside = [math.log(e) + d for e in _edges(settings) for d in (-BESIDE, BESIDE)]
-    grid = torch.cat([torch.linspace(-6, 6, 481), torch.tensor(beside)]).double().sort().values
+    beside = [math.log(e) + d for e in edges(settings) for d in (-BESIDE, BESIDE)]
+    grid = torch.cat([torch.linspace(-5, 5, 401), torch.tensor(beside)]).double().sort().values
     wrong, seen = [], []
-    for sign, own in _grid(subject, grid):
-        zero = (own == 0).tolist()
+    for sign, own in _grid(subject, grid.unsqueeze(1)):
+        zero = (own[:, 0] == 0).tolist()
         ratios = grid.exp().tolist()
         want = [ZERO[claim.value](r, sign, settings) for r in ratios]
         wrong += [(sign, r) for r, a, b in zip(ratios, zero, want, strict=True) if a != b]
@@ -251,12 +212,16 @@ def _intervals(ratios: list[float], zero: list[bool]) -> str:
 
 
 def bounded(subject: Subject, claim: Claim, seed: int) -> Finding:
-    """Growth of the largest coefficient between ratios of e^30 and of e^600, on both signs."""
-    grid = torch.tensor([-LARGER, -LARGE, LARGE, LARGER], dtype=torch.float64)
-    sizes = [own.abs() for _, own in _grid(subject, grid)]
+    """Growth of the largest coefficient from ratios of e^30 to e^600: one token, and two opposite.
+
+    Two opposite ratios cancel in a mean over the response, but not for each token.
+    """
+    sides = torch.tensor([-LARGER, -LARGE, LARGE, LARGER], dtype=torch.float64).unsqueeze(1)
+    found = _grid(subject, sides) + _grid(subject, torch.cat([sides, -sides], 1))
+    sizes = [own.abs().amax(1) for _, own in found]
     growth = max(float(s.max() / s[1:3].max().clamp(min=1e-300)) for s in sizes)
     size = math.inf if math.isnan(growth) else max(0.0, growth - 1)
-    return Finding(size=size, witness="one token, ratios e^±30 and e^±600")
+    return Finding(size=size, witness="ratios e^±30 and e^±600, in one token and opposite in two")
 
 
 def zero_when_equal(subject: Subject, claim: Claim, seed: int) -> Finding:
@@ -312,7 +277,8 @@ def proportional_to(subject: Subject, claim: Claim, seed: int) -> Finding:
 def on_policy_as(subject: Subject, claim: Claim, seed: int) -> Finding:
     """Sample by sample a multiple of a sibling where sampler and policy agree."""
     rows = replace(random_rows(seed), group_size=None)
-    rows = replace(rows, columns={**rows.columns, "behavior_logp": rows.columns["logp"]})
+    same = dict.fromkeys(("behavior_logp", "proximal_logp"), rows.columns["logp"])
+    rows = replace(rows, columns={**rows.columns, **same})
     return _sibling(subject, claim, rows, f"random on-policy rows (seed {seed}), group by group")
 
 
@@ -337,6 +303,12 @@ def _divergence(p: Tensor, q: Tensor) -> Tensor:
     return p * (x - (p * x).sum())
 
 
+def _apart(p: Tensor, q: Tensor) -> Tensor:
+    """Gradient of the sum of |p - q| by the logits of p."""
+    side = (p - q).sign()
+    return p * (side - (p * side).sum())
+
+
 def _success(p: Tensor) -> Tensor:
     """Gradient of the probability of the arms that `_pull_gap` rewards, by the logits of p."""
     right = (REWARDS > 0).double()
@@ -353,6 +325,9 @@ PULLS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
         "grad KL(ref, pi) - grad KL(pi, ref)",
         lambda pi, ref: (pi - ref) - _divergence(pi, ref),
     ),
+    "loss_square": ("-grad KL(pi, mu)", lambda pi, mu: -_divergence(pi, mu)),
+    "loss_square_response": ("-grad KL(pi, mu)", lambda pi, mu: -_divergence(pi, mu)),
+    "loss_kl_cov": ("-grad sum |pi - mu|", lambda pi, mu: -_apart(pi, mu)),
     "positive_nll": ("grad P(R > 0)", lambda pi, ref: _success(pi)),
     "entropy": ("grad H(pi)", lambda pi, ref: -_divergence(pi, torch.ones_like(pi))),
 }
@@ -361,6 +336,7 @@ PULLS: Mapping[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
 def penalty(subject: Subject, seed: int) -> Finding | None:
     """Mean over one on-policy step of what each penalty adds, against the gradient of its name.
 
+    One that looks back at the sampler finds there another policy than the one that weighs the step.
     What is normalized together with the rewards of the batch is not what was added: left out.
     """
     found = []
@@ -368,9 +344,8 @@ def penalty(subject: Subject, seed: int) -> Finding | None:
     mixed = mixed and subject.estimator.advantage.traits.scope == "batch"
     for member in subject.estimator.penalties:
         if member.name in PULLS and not (mixed and member.traits.place == "token_reward"):
-            alone = replace(
-                subject.ready, penalties=(member.change(coefficient=1.0),), admission=()
-            )
+            full = {k: 1.0 for k in ("coefficient", "share") if k in dict(member.settings)}
+            alone = replace(subject.ready, penalties=(member.change(**full),), admission=())
             words, pull = PULLS[member.name]
             size = _pull_gap(replace(subject, estimator=alone), pull, seed)
             found.append(Finding(size=size, witness="one step, five arms", found=words))
@@ -381,11 +356,13 @@ def _pull_gap(subject: Subject, pull: Callable[[Tensor, Tensor], Tensor], seed: 
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn((2, 5), generator=generator, dtype=torch.float64).log_softmax(-1)
     logp, reference = table[0].view(1, 5, 1), table[1].view(1, 5, 1)
+    (needs,) = (set(m.traits.needs) for m in subject.estimator.penalties)
+    back = "log_ratio" in needs and "reference_ratio" not in needs
     batch = Batch(
         rewards=REWARDS.view(1, 5),
         mask=torch.ones(1, 5, 1, dtype=torch.bool),
         logp=logp,
-        behavior_logp=logp,
+        behavior_logp=reference if back else logp,
         reference_logp=reference,
         values=torch.zeros_like(logp),
     )
