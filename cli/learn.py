@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train and judge; 1 where an ordering that is known to hold did not."""
+    """Train and judge; 1 where an ordering that is known to hold at full size did not."""
     if arguments.study is not None and arguments.study not in STUDIES:
         raise unknown("study", arguments.study, STUDIES)
     names = tuple(STUDIES) if arguments.study is None else (arguments.study,)
@@ -46,7 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, allow_nan=False))
     else:
         show(found)
+    if arguments.quick:
+        return 0
     failed = [o["says"] for o in found["orderings"] if o["robust"] and not o["holds"]]
     for says in failed:
         print(f"windage learn: does not hold: {says}", file=sys.stderr)
-    return 1 if failed and not arguments.quick else 0
+    return 1 if failed else 0

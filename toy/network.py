@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import embedding, one_hot
 
@@ -250,6 +250,7 @@ def batch_of(
     prompts: int,
     task: Sums,
     *,
+    present: Bool[Tensor, "S B"] | None = None,
     head_behavior_logp: Float[Tensor, "S B T V"] | None = None,
     reference_logp: Float[Tensor, "S B T"] | None = None,
     proximal_logp: Float[Tensor, "S B T"] | None = None,
@@ -261,6 +262,7 @@ def batch_of(
         tokens, behavior_logp, rewards: as drawn.
         prompts: of which the responses are, as many of each, side by side.
         task: says where a response ends.
+        present: False where a response is left out.
         head_behavior_logp: of the sampler over the vocabulary, for score centering.
         reference_logp, proximal_logp: of the tokens under other policies.
     """
@@ -273,6 +275,7 @@ def batch_of(
     return Batch(
         rewards=grouped(rewards, prompts),
         mask=grouped(task.mask(tokens), prompts),
+        present=group(present),
         logp=grouped(tape.of(tokens), prompts),
         behavior_logp=grouped(behavior_logp, prompts),
         reference_logp=group(reference_logp),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from windage.estimators.batch import Batch
@@ -116,6 +116,7 @@ class Record:
         rewards: of each response.
         group_size: responses of a prompt.
         head_behavior_logp: of the sampler over the vocabulary.
+        present: False where a response is left out; None: all are there.
     """
 
     prompts: Int[Tensor, "S N K"]
@@ -124,6 +125,7 @@ class Record:
     rewards: Float[Tensor, "S N"]
     group_size: int = 1
     head_behavior_logp: Float[Tensor, "S N T V"] | None = None
+    present: Bool[Tensor, "S N"] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[1] // self.group_size
@@ -146,6 +148,7 @@ class Record:
             behavior_logp=pick(self.behavior_logp),
             rewards=pick(self.rewards),
             head_behavior_logp=pick(self.head_behavior_logp),
+            present=pick(self.present),
         )
 
 
@@ -170,6 +173,7 @@ def gradient(
         record.rewards,
         len(record),
         network.task,
+        present=record.present,
         head_behavior_logp=record.head_behavior_logp,
         reference_logp=before,
         proximal_logp=proximal,
@@ -353,7 +357,7 @@ def joined(parts: list[Record]) -> Record:
         values = [getattr(part, name) for part in parts]
         return None if values[0] is None else torch.cat(values, 1)
 
-    names = ("prompts", "tokens", "behavior_logp", "rewards", "head_behavior_logp")
+    names = ("prompts", "tokens", "behavior_logp", "rewards", "head_behavior_logp", "present")
     return replace(parts[0], **{name: cat(name) for name in names})
 
 

@@ -7,5 +7,8 @@ STUDIES: dict[str, str] = {
     "constant": "a constant added to the reward: who is moved by it",
     "quantised": "rounded and noisy samplers: who survives",
     "staleness": "samplers that lag: what cures it and what does not",
+    "composition": "the baseline as the share of positives in the data",
+    "level": "which ratio tapers a negative: product, geometric mean or token",
+    "taper": "the four limits of the taper: what each does",
     "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }

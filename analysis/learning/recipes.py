@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from windage.estimators.correction import (
     trajectory,
     truncate,
 )
-from windage.estimators.estimator import Coefficients, Estimator, batch_terms
+from windage.estimators.estimator import Coefficients, Estimator, batch_terms, coefficients
 from windage.estimators.member import use
 
 FAR = math.exp(20)
@@ -55,6 +56,39 @@ def summed(name: str, reach: object, map_: object, **settings: float) -> Estimat
 TOKEN_TOPR, GEOMETRIC_TOPR = leveled(token), leveled(geometric)
 PPO = summed("ppo", token, clip)
 TRAJECTORY = summed("trajectory_is", trajectory, truncate, cap=FAR)
+
+
+def scaled(rule: Estimator, factor: float) -> Callable[[Batch], Coefficients]:
+    """A rule whose coefficients are multiplied by one number."""
+
+    def found(batch: Batch) -> Coefficients:
+        plain = coefficients(rule, batch)
+        return replace(plain, own=factor * plain.own)
+
+    return found
+
+
+def effective(share: float, p: float) -> tuple[float, float]:
+    """Baseline that gives positives an effective share, and what undoes the change of scale.
+
+        share = p (1 - c) / D,   D = 1 + (1 - 2 p) c   for rewards 1 and -1
+
+    Args:
+        share: of the positives in the weight of the data.
+        p: share of the positives among the responses.
+
+    Returns:
+        c and 1 / D.
+
+    Example:
+        >>> effective(0.5, 0.5)
+        (0.0, 1.0)
+
+    References:
+        Le Roux et al., 2025, arXiv:2503.14286.
+    """
+    c = (p - share) / (p + share - 2 * p * share)
+    return c, 1 / (1 + (1 - 2 * p) * c)
 
 
 def preference(batch: Batch, *, beta: float = 0.1) -> Coefficients:

@@ -26,6 +26,7 @@ class Recorded:
         epochs: over the record.
         rate: of Adam.
         limit: greatest norm of a gradient.
+        optimizer: sgd, adam or adafactor.
     """
 
     prompts: int = 512
@@ -33,6 +34,7 @@ class Recorded:
     epochs: int = 16
     rate: float = 1e-3
     limit: float = 1.0
+    optimizer: str = "adam"
 
     @property
     def updates(self) -> int:
@@ -46,19 +48,20 @@ class Recorded:
     def walk(self, rule: Rule, place: World) -> Iterator[State]:
         """Each response by itself: advantages look at its own reward."""
         record = place.record(self.prompts, self.group_size)
-        return self._along(replace(record, group_size=1), rule, place)
+        return self.along(replace(record, group_size=1), rule, place)
 
     def walk_pairs(self, rule: Rule, place: World) -> Iterator[State]:
         """A right response and another of its prompt, side by side."""
-        return self._along(pairs(place.record(self.prompts, self.group_size), place), rule, place)
+        return self.along(pairs(place.record(self.prompts, self.group_size), place), rule, place)
 
-    def _along(self, record: Record, rule: Rule, place: World) -> Iterator[State]:
+    def along(self, record: Record, rule: Rule, place: World) -> Iterator[State]:
+        """Epochs over a record of any make."""
         return offline(
             place.network,
             place.start,
             record,
             rule,
-            Ascent(rate=self.rate, limit=self.limit),
+            Ascent(optimizer=self.optimizer, rate=self.rate, limit=self.limit),
             place.generators(TRAIN),
             epochs=self.epochs,
             batch=BATCH // record.group_size,
