@@ -225,14 +225,15 @@ def _grid(request: Request, folder: Path | None) -> dict[str, Any]:
     """A study of what was asked for; rows are kept in the folder until its files are written."""
     from windage.analysis.studies import study
     from windage.analysis.studies.grid import Settings
+    from windage.analysis.workers import processors
 
     settings = Settings(**request._asdict())
     if folder is None:
         with progress("rows") as advance:
-            return study.run(settings, advance)
+            return study.run(settings, advance, processes=processors())
     with _kept(settings, folder) as rows:
         with progress("rows") as advance:
-            document = study.run(settings, advance, rows)
+            document = study.run(settings, advance, rows, processors())
         write(document, folder)
     return document
 

@@ -118,19 +118,26 @@ def _taken(
     return tuple({**given, **own}.items())
 
 
-def sites(settings: Settings, wanted: Iterable[Cell]) -> Iterator[tuple[Site, list[Cell]]]:
-    """The cells of each problem with its sampler; those of one problem follow one another.
+def by_site(wanted: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells with the same problem and sampler; those of one problem follow one another.
 
-    Tables that depend on lengths and rewards alone, and the steps back to older samplers, are kept
-    with the problem, so that its samplers share them.
+    Tables that depend on lengths and rewards alone then serve one sampler after the other.
     """
     places: dict[Given, dict[Given, list[Cell]]] = {}
     for cell in wanted:
         places.setdefault(cell.problem, {}).setdefault(cell.behavior, []).append(cell)
-    for problem, samplers in places.items():
-        bare = bare_site(settings, problem)
-        for behavior, here in samplers.items():
-            yield _sampled(settings, bare, dict(behavior)), here
+    return [here for samplers in places.values() for here in samplers.values()]
+
+
+def sites(settings: Settings, wanted: Iterable[Cell]) -> Iterator[tuple[Site, list[Cell]]]:
+    """Each problem with its sampler, and the cells there."""
+    for here in by_site(wanted):
+        yield site_of(settings, here[0]), here
+
+
+def site_of(settings: Settings, cell: Cell) -> Site:
+    """A cell's problem with its sampler."""
+    return _sampled(settings, bare_site(settings, cell.problem), dict(cell.behavior))
 
 
 def bare_site(settings: Settings, arguments: Given) -> Site:

@@ -8,10 +8,10 @@ error beside each figure, where none is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from windage.analysis.studies.best import beside_frontier
 from windage.analysis.studies.decision import decided
 from windage.analysis.studies.figures import NAMES, from_moments, from_sample
-from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, cells, sites
+from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, by_site, cells, site_of
+from windage.analysis.workers import side_by_side
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
@@ -32,8 +33,8 @@ from windage.toy.exact.plan import (
     Plan,
     Site,
     assumed,
+    compute,
     consider,
-    exact,
     plan,
     seeded,
     undefined,
@@ -48,12 +49,15 @@ PRECISION = 0.01
 RESOLVED = 0.1
 FIRST_BATCHES = 64 * BLOCKS
 SAMPLED_CELLS = 2e7
+# Seconds of work for which other processes, which import torch first, are worth starting.
+MUCH = 4.0
 BEYOND = "beyond the range of float64: the squared length of a gradient"
 
 Row = dict[str, Any]
 Advance = Callable[[int, int], None]
 
 
+@runtime_checkable
 class Store(Protocol):
     """Rows that are kept while a study runs, by their number in the document."""
 
@@ -70,6 +74,7 @@ def run(
     settings: Settings,
     advance: Advance = lambda done, total: None,
     store: Store | None = None,
+    processes: int = 1,
 ) -> dict[str, Any]:
     """Compute every row.
 
@@ -77,6 +82,7 @@ def run(
         settings: already checked by name and value.
         advance: told after each row how many of how many are done.
         store: told each row; the rows that it read from an earlier call are not computed again.
+        processes: to share what takes longer than a few seconds.
 
     Returns:
         The document of design.md; where a sweep changes the problem, `problem` and `objective` are
@@ -95,12 +101,11 @@ def run(
     rows = {} if store is None else store.read()
     if rows:
         advance(len(rows), len(every))
-    for site, here in sites(settings, [cell for cell in every if cell.number not in rows]):
-        for cell, made in _rows(settings, site, here):
-            rows[cell.number] = made
-            if store is not None:
-                store.add(cell.number, made)
-            advance(len(rows), len(every))
+    for number, made in _computed(settings, [c for c in every if c.number not in rows], processes):
+        rows[number] = made
+        if store is not None:
+            store.add(number, made)
+        advance(len(rows), len(every))
     first = bare_site(settings, every[0].problem)
     return {
         "schema": SCHEMA,
@@ -123,8 +128,30 @@ def _compared(settings: Settings, rows: list[Row], prompts: int) -> dict[str, An
     return {**about, **beside_frontier(settings, made, settings.frontier)}
 
 
-def _rows(settings: Settings, site: Site, here: Iterable[Cell]) -> Iterator[tuple[Cell, Row]]:
-    """The rows of cells with one problem and sampler; equal ones are computed once."""
+def _computed(
+    settings: Settings, waiting: Sequence[Cell], processes: int
+) -> Iterator[tuple[int, Row]]:
+    """Rows by number: here, and from when much is left by several processes, a site at a time."""
+    start, done = perf_counter(), 0
+    places = by_site(waiting)
+    for at, here in enumerate(places):
+        left = (perf_counter() - start) * (len(waiting) - done) / max(done, 1)
+        if min(processes, len(places) - at) > 1 and left > MUCH:
+            yield from side_by_side(_apart, [(settings, p) for p in places[at:]], processes)
+            return
+        yield from in_turn(settings, here)
+        done += len(here)
+
+
+def _apart(batch: tuple[Settings, Sequence[Cell]]) -> Iterator[tuple[int, Row]]:
+    """Rows of one site in a process of its own."""
+    torch.set_num_threads(1)
+    return in_turn(*batch)
+
+
+def in_turn(settings: Settings, here: Sequence[Cell]) -> Iterator[tuple[int, Row]]:
+    """The rows of cells with one problem and sampler, by number; equal ones are computed once."""
+    site = site_of(settings, here[0])
     goal, apart = objective(site), mismatch(site)
     bound: dict[tuple[str, Given], Estimator] = {}
     known: dict[tuple[Any, ...], Row] = {}
@@ -136,7 +163,7 @@ def _rows(settings: Settings, site: Site, here: Iterable[Cell]) -> Iterator[tupl
         if key not in known:
             chosen = (settings.engine, settings.seed, settings.samples)
             known[key] = row(bound[cell.estimator], site, goal, cell.group_size, *chosen)
-        yield cell, {**known[key], **apart, **cell.point}
+        yield cell.number, {**known[key], **apart, **cell.point}
 
 
 def about_problem(problem: Site) -> dict[str, Any]:
@@ -287,7 +314,7 @@ def _measure(
                 raise Undefined("chains are not sampled")
             most = samples or _affordable(estimator, problem, group_size)
             return _sampled(estimator, problem, goal, group_size, seed, most)
-        moments = exact(estimator, problem, group_size, engine)
+        moments = compute(estimator, problem, group_size, engine)
         _check_range(moments.mean, goal)
         return moments.mean, from_moments(moments, goal, problem.rewards), None
     except OverflowError:
