@@ -83,6 +83,7 @@ class Prompt:
     ) -> None:
         self.estimator, self.problem, self.group_size = estimator, problem, group_size
         self.by_length = by_length
+        self._known: dict[bool, tuple[Tensor, Tensor]] = {}
         self.walk = Walk(problem)
         drawn = self.walk.leaf_flow[0] > 0
         self.s = torch.where(drawn, s[0], s[0, drawn].max())
@@ -119,6 +120,12 @@ class Prompt:
 
     def laplace(self, u: Float[Tensor, " Q"], *, conditioned: bool) -> Float[Tensor, " Q"]:
         """E[e^(-u S)] of a group of this prompt, of one that admission keeps if `conditioned`."""
+        known = self._known.get(conditioned)
+        if known is None or not torch.equal(known[0], u):
+            known = self._known[conditioned] = u, self._laplace(u, conditioned)
+        return known[1]
+
+    def _laplace(self, u: Tensor, conditioned: bool) -> Tensor:
         tilt = Tilt(self.walk, self.s, u)
         if conditioned and any(m.traits.refill for m in self.estimator.admission):
             return self.kept(tilt).sum(0)
@@ -154,9 +161,8 @@ def others(
     prompts: list[Prompt], p: int, u: Float[Tensor, " Q"], *, conditioned: bool
 ) -> Float[Tensor, " Q"]:
     """E[e^(-u S)] of all prompts but one together."""
-    found = torch.ones_like(u)
-    for q, prompt in enumerate(prompts):
-        if q != p:
-            distinct, place = u.unique(return_inverse=True)
-            found = found * prompt.laplace(distinct, conditioned=conditioned)[place]
-    return found
+    distinct, place = u.unique(return_inverse=True)
+    found = torch.ones_like(distinct)
+    for prompt in prompts[:p] + prompts[p + 1 :]:
+        found = found * prompt.laplace(distinct, conditioned=conditioned)
+    return found[place]

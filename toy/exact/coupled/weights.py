@@ -83,14 +83,14 @@ def weights(estimator: Estimator, problem: Problem, group_size: int) -> Shared:
             leaf=leaf,
             scale=scale,
         )
-    s = tree_weights(alone, Walk(problem), 1.0, None).leaf
-    assert s is not None
+    by_response = tree_weights(alone, Walk(problem), 1.0, None).leaf
+    assert by_response is not None
     scale, by_length = response_scale(estimator.aggregation, problem, group_size)
     return Shared(
         estimator=replace(estimator, corrections=rest),
         powers=powers,
-        s=s,
-        leaf=s if by_length is None else s * by_length,
+        s=by_response,
+        leaf=by_response if by_length is None else by_response * by_length,
         scale=scale * group_size * (problem.prompts if powers.batch else 1),
     )
 
