@@ -181,9 +181,23 @@ def response_moments(
         pull_back(mean, walk.probability, out=mean)
     if not norm_features:
         return means, walk.probability.new_empty((0, means.shape[1]))
+    return means, torch.stack(_norms(walk, weights, sign, norm_features))
+
+
+def _norms(
+    walk: Walk, weights: Weights, sign: float, features: Sequence[Feature]
+) -> list[Float[Tensor, " P"]]:
+    """E[f |x|^2]: by tokens where visits are kept, else by responses, one sum for all features."""
     squared = _square_norm(walk, weights)
-    flows = flow(walk, weights, sign, norm_features, (2, 0))[0]
-    return means, torch.stack([dot(visits, squared) for visits in flows])
+    tail = weights.suffix
+    kernel = None if tail is None else _kernel(walk, tail, 2)
+    if (weights.leaf is None and tail is None) or (tail is not None and kernel is None):
+        flows = flow(walk, weights, sign, features, (2, 0))[0]
+        return [dot(visits, squared) for visits in flows]
+    leaves = walk.leaf_flow * walk.ending(squared, kernel)
+    if weights.leaf is not None:
+        leaves = leaves * weights.leaf.square()
+    return [leaves.sum(-1) if f is None else dot(leaves, f) for f in features]
 
 
 @final
@@ -379,19 +393,19 @@ def _added_norms(walk: Walk, weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 def _centered_norm(walk: Walk, weights: Weights) -> Tensor:
-    """|w (e_y - pi) - sum over v of k_v (e_v - pi)|^2 for each token y."""
+    """|w (e_y - pi) - sum over v of k_v (e_v - pi)|^2 for each token y.
+
+    = w (w - 2 k_y - 2 r pi_y) + r (r |pi|^2 + 2 k . pi) + |k|^2,   r = w - sum of k
+    """
     assert weights.centered is not None
     p, k = walk.probability, weights.centered
     w = torch.ones_like(p) if weights.node is None else weights.node
     rest = w - k.sum(-1, keepdim=True)
-    return (
-        w.square()
-        + k.square().sum(-1, keepdim=True)
-        + rest.square() * p.square().sum(-1, keepdim=True)
-        - 2 * w * k
-        - 2 * w * rest * p
-        + 2 * rest * (k * p).sum(-1, keepdim=True)
-    )
+    own = torch.addcmul(k, rest, p)
+    own = torch.sub(w, own, alpha=2, out=own).mul_(w)
+    across = 2 * (k * p).sum(-1, keepdim=True)
+    own.addcmul_(torch.addcmul(across, rest, p.square().sum(-1, keepdim=True)), rest)
+    return own.add_(k.square().sum(-1, keepdim=True))
 
 
 def response_scale(

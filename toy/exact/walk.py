@@ -155,24 +155,29 @@ class Walk:
             return here
         return here.reshape(*here.shape[:-1], self.tree.going**t, self.tree.vocab)
 
-    def ascend(self, leaves: Tensor, at_level: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    def ascend(
+        self, leaves: Tensor, at_level: Callable[[Tensor, slice, Tensor], Tensor]
+    ) -> Float[Tensor, "*rows N V"]:
         """For each token the sum over the responses that pass it, changed at each level.
 
         Args:
-            leaves: of responses, `[... M]`; the sums are `[... N V]`.
-            at_level: given sums at the tokens of a level and that level, what goes on to the next.
+            leaves: of responses, `[... M]`.
+            at_level: given sums at the tokens of a level, that level and where to put them, what
+                goes on to the next.
         """
-        tree, last = self.tree, self.tree.horizon - 1
-        here = at_level(self.leaf_level(leaves, last), tree.level(last))
-        if last == 0:
-            return here
+        tree = self.tree
         out = leaves.new_empty((*leaves.shape[:-1], tree.prefixes, tree.vocab))
-        out[..., tree.level(last), :] = here
-        for t in reversed(range(last)):
-            going = here.sum(-1).reshape(*leaves.shape[:-1], tree.going**t, tree.going)
-            here = tree.join(going, None if tree.stop is None else self.leaf_level(leaves, t))
-            here = at_level(here, tree.level(t))
-            out[..., tree.level(t), :] = here
+        going: Tensor | None = None
+        for t in reversed(range(tree.horizon)):
+            level = tree.level(t)
+            here = self.leaf_level(leaves, t) if going is None or tree.stop is not None else None
+            if going is not None:
+                here = tree.join(going, here)
+            assert here is not None
+            here = at_level(here, level, out[..., level, :])
+            if t > 0:
+                shape = (*leaves.shape[:-1], tree.going ** (t - 1), tree.going)
+                going = here.sum(-1).reshape(shape)
         return out
 
     def gather(
@@ -185,8 +190,35 @@ class Walk:
             kernel: a factor of each token, from the one asked about to the end of the response.
         """
         if kernel is None:
-            return self.ascend(leaves, lambda here, level: here)
-        return self.ascend(leaves, lambda here, level: here * kernel[:, level])
+            if self.tree.horizon == 1:
+                return self.leaf_level(leaves, 0)
+            return self.ascend(leaves, lambda here, level, out: out.copy_(here))
+        return self.ascend(
+            leaves, lambda here, level, out: torch.mul(here, kernel[:, level], out=out)
+        )
+
+    def ending(
+        self, tokens: Float[Tensor, "P N V"], kernel: Float[Tensor, "P N V"] | None = None
+    ) -> Float[Tensor, "P M"]:
+        """Sums over the tokens of each response, the transpose of `gather`.
+
+        Args:
+            tokens: what is summed.
+            kernel: a factor of each token, applied from the one that is summed to the end.
+        """
+        tree = self.tree
+        before = tokens.new_zeros((self.problem.prompts, 1))
+        early = []
+        for t in range(tree.horizon):
+            level = tree.level(t)
+            here = tokens[:, level] + before.unsqueeze(-1)
+            here = here if kernel is None else here.mul_(kernel[:, level])
+            if t < tree.horizon - 1:
+                going, stopping = tree.split(here)
+                before = going.flatten(-2)
+                if stopping is not None:
+                    early.append(stopping)
+        return torch.cat([*early, here.flatten(1)], 1) if early else here.flatten(1)
 
     def collect(
         self,
@@ -206,14 +238,14 @@ class Walk:
             kernel: as in `gather`.
         """
 
-        def at_level(here: Tensor, level: slice) -> Tensor:
+        def at_level(here: Tensor, level: slice, out: Tensor) -> Tensor:
             e = earned[:, level]
             first = here[1] + e * here[0]
             found = [here[0], first]
             if order > 1:
                 found.append(here[2] + e * (here[1] + first))
-            stacked = torch.stack(found)
-            return stacked if kernel is None else stacked * kernel[:, level]
+            torch.stack(found, out=out)
+            return out if kernel is None else out.mul_(kernel[:, level])
 
         start = [leaves]
         for _ in range(order):
