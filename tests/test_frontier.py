@@ -24,9 +24,9 @@ from windage.estimators.estimator import Estimator
 from windage.estimators.member import declare, use
 from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
+from windage.toy.exact.automata import automaton
 from windage.toy.exact.frontier import attainable, counts, forms, nonnegative
 from windage.toy.exact.plan import Site, exact
-from windage.toy.exact.transfer import automaton
 from windage.toy.exact.tuples import tuples
 from windage.toy.exact.walk import Walk
 from windage.toy.objective import objective
