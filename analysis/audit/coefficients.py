@@ -20,6 +20,7 @@ from windage.analysis.audit.logged import (
     LENGTH,
     Logged,
     Subject,
+    at_shares,
     gap,
     random_rows,
     run,
@@ -79,27 +80,35 @@ def _ragged(subject: Subject, rows: Logged) -> tuple[Coefficients, list[dict[str
 
 
 def weight(subject: Subject, claim: Claim, seed: int) -> Finding:
-    """Coefficient over advantage and share against the declared rule of the declared ratio."""
+    """Coefficient over advantage and share against the declared rule of the declared ratio.
+
+    Where tokens are picked by a share of the batch, several shares are tried.
+    """
     assert claim.value is not None
-    settings = subject.estimator.settings
     worst_gap, place = 0.0, ""
-    for spread in (0.2, 1.0, 3.0):
-        logged = _spread(random_rows(seed), spread)
-        _, rows = _ragged(subject, logged)
-        for i, row in enumerate(rows):
-            for t, own in enumerate(row["own"]):
-                step = row["advantage"][t] * row["share"][t]
-                if step == 0 and own == 0:
-                    continue
-                at = Spot(
-                    rows=rows, groups=logged.groups, row=i, token=t, sign=step, settings=settings
-                )
-                want = declared.weight(claim.value, at)
-                got = own / step if step != 0 else math.inf
-                size = abs(got - want) / max(1.0, want)
-                if not size <= worst_gap:
-                    worst_gap = size
-                    place = f", row {i}, token {t}: {got:.6g} instead of {want:.6g}"
+    for one in (subject, *at_shares(subject)[5::10]):
+        for spread in (0.2, 1.0, 3.0):
+            logged = _spread(random_rows(seed), spread)
+            _, rows = _ragged(one, logged)
+            for i, row in enumerate(rows):
+                for t, own in enumerate(row["own"]):
+                    step = row["advantage"][t] * row["share"][t]
+                    if step == 0 and own == 0:
+                        continue
+                    at = Spot(
+                        rows=rows,
+                        groups=logged.groups,
+                        row=i,
+                        token=t,
+                        sign=step,
+                        settings=one.estimator.settings,
+                    )
+                    want = declared.weight(claim.value, at)
+                    got = own / step if step != 0 else math.inf
+                    size = abs(got - want) / max(1.0, want)
+                    if not size <= worst_gap:
+                        worst_gap = size
+                        place = f", row {i}, token {t}: {got:.6g} instead of {want:.6g}"
     return Finding(size=worst_gap, witness=f"random rows (seed {seed}){place}")
 
 
@@ -143,7 +152,7 @@ def share(subject: Subject, claim: Claim, seed: int) -> Finding:
 
 
 def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
-    """Coefficients `[m T]` of m responses by the sign of the advantage; one of 0 is left out.
+    """Coefficients `[m T]` of m responses by the sign of the reward; advantages of 0 are left out.
 
     The proximal policy is the sampler: a pass over data that were fresh when it began.
     """
@@ -169,8 +178,8 @@ def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
     )
     found = subject.whole(subject.ready, scored(batch, rewards))
     advantages = found.terms.advantages.expand_as(found.own)[0, 0, :, 0].tolist()
-    pairs = zip(advantages, found.own[:, 0].unbind(1), strict=True)
-    return [(math.copysign(1.0, a), own) for a, own in pairs if a != 0]
+    rows = zip((1.0, -1.0), advantages, found.own[:, 0].unbind(1), strict=True)
+    return [(sign, own) for sign, a, own in rows if a != 0]
 
 
 def zero_region(subject: Subject, claim: Claim, seed: int) -> Finding:

@@ -13,7 +13,9 @@ from torch import Tensor
 from windage.analysis.audit.logged import (
     Logged,
     Subject,
+    at_shares,
     gap,
+    picks,
     random_rows,
     run,
     scored,
@@ -22,8 +24,6 @@ from windage.analysis.audit.logged import (
 from windage.analysis.audit.rows import SHOWS_ABOVE, Finding, worst
 from windage.estimators.batch import HEAD_FIELDS, TOKEN_FIELDS, Batch
 from windage.estimators.catalogue import CATALOGUE
-from windage.estimators.estimator import Estimator
-from windage.estimators.member import Member
 
 NOTHING = 0.0
 FAR = 1e4
@@ -184,7 +184,7 @@ def other_groups(subject: Subject, seed: int) -> Finding:
         ],
     )
     size = 0.0
-    for one in _at_shares(subject):
+    for one in at_shares(subject):
         before, after = _by_row(one, rows), _by_row(one, changed)
         gaps = (gap(a, b) for a, b, g in zip(after, before, rows.groups, strict=True) if g != 0)
         size = max(size, *gaps)
@@ -192,27 +192,10 @@ def other_groups(subject: Subject, seed: int) -> Finding:
             break
     witness = f"random rows (seed {seed}), other rewards in group 0"
     published = CATALOGUE.get(subject.estimator.name, subject.estimator)
-    if published.advantage.traits.scope == "batch" or _picks(published):
+    if published.advantage.traits.scope == "batch" or picks(published):
         moved = size > SHOWS_ABOVE
         return Finding(size=0.0 if moved else math.inf, witness=witness, found=f"moved by {size:g}")
     return Finding(size=size, witness=witness)
-
-
-def _picks(estimator: Estimator) -> list[Member]:
-    """Members that pick tokens by the advantages of the whole batch."""
-    maps = [c.map for c in estimator.corrections if c.reads == "value"]
-    return maps + [m for m in estimator.penalties if "advantages" in m.traits.needs]
-
-
-def _at_shares(subject: Subject) -> list[Subject]:
-    """The subject; with members that pick a share, at shares at which random rows show it."""
-    settings = {key for member in _picks(subject.estimator) for key, _ in member.settings}
-    if "share" not in settings:
-        return [subject]
-    limits = {"low": 0.0, "high": math.inf, "clip_low": math.inf, "clip_high": math.inf}
-    wide = {k: v for k, v in limits.items() if k in subject.estimator.settings}
-    shares = [k / 40 for k in range(1, 40)]
-    return [replace(subject, estimator=subject.estimator.change(share=s, **wide)) for s in shares]
 
 
 def rejected_rows(subject: Subject, seed: int) -> Finding | None:

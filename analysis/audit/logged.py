@@ -5,6 +5,7 @@ A subject is an estimator with the two functions that feed it; a planted fault m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -20,6 +21,7 @@ from windage.estimators.estimator import (
     batch_terms,
     token_coefficients,
 )
+from windage.estimators.member import Member
 
 LENGTH = 8.0
 VOCAB = 3
@@ -172,3 +174,20 @@ def gap(a: Tensor, b: Tensor) -> float:
     if a.numel() == 0:
         return 0.0
     return float((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-12))
+
+
+def picks(estimator: Estimator) -> list[Member]:
+    """Members that pick tokens by the advantages of the whole batch."""
+    maps = [c.map for c in estimator.corrections if c.reads == "value"]
+    return maps + [m for m in estimator.penalties if "advantages" in m.traits.needs]
+
+
+def at_shares(subject: Subject) -> list[Subject]:
+    """The subject; with members that pick a share, at shares at which random rows show it."""
+    settings = {key for member in picks(subject.estimator) for key, _ in member.settings}
+    if "share" not in settings:
+        return [subject]
+    limits = {"low": 0.0, "high": math.inf, "clip_low": math.inf, "clip_high": math.inf}
+    wide = {k: v for k, v in limits.items() if k in subject.estimator.settings}
+    shares = [k / 40 for k in range(1, 40)]
+    return [replace(subject, estimator=subject.estimator.change(share=s, **wide)) for s in shares]
