@@ -221,9 +221,8 @@ def test_page_shows_every_cell():
 def test_files_hold_the_same_numbers(small, tmp_path):
     files = report.write(small, tmp_path / "new" / "folder")
     names = {f.name for f in files}
-    assert names == {
-        f"study{e}" for e in (".json", ".csv", ".parquet", ".html", "_t.png", "_t.svg")
-    }
+    pictures = {f"study_{name}.{form}" for name in ("t", "errors") for form in ("png", "svg")}
+    assert names == pictures | {f"study.{e}" for e in ("json", "csv", "parquet", "html")}
     assert sorted(names) == sorted(f.name for f in (tmp_path / "new" / "folder").iterdir())
     assert json.loads((tmp_path / "new/folder/study.json").read_text()) == small
     with (tmp_path / "new/folder/study.csv").open(newline="") as file:
