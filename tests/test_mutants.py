@@ -5,10 +5,15 @@ from pathlib import Path
 import pytest
 
 from windage.analysis.audit.entry import ALL_PROPERTIES
-from windage.analysis.audit.faults import STAGES
 from windage.analysis.audit.faulty_losses import LOSSES
 from windage.analysis.audit.logged import Subject
-from windage.analysis.audit.planted import document, faults, held_by_the_right_loss, markdown
+from windage.analysis.audit.planted import (
+    PLACES,
+    document,
+    faults,
+    held_by_the_right_loss,
+    markdown,
+)
 from windage.analysis.audit.words import LOSS_CLAIMS
 from windage.estimators.catalogue import CATALOGUE
 
@@ -23,7 +28,8 @@ def committed() -> dict[str, tuple[str, ...]]:
 
 
 def test_there_are_many_faults_of_every_stage():
-    assert len(FAULTS) == sum(map(len, STAGES.values())) + sum(map(len, LOSSES.values()))
+    planted = sum(len(builders) for _, builders in PLACES)
+    assert len(FAULTS) == planted + sum(map(len, LOSSES.values()))
     assert len(FAULTS) >= 60
 
 
@@ -59,7 +65,7 @@ def test_every_check_finds_a_fault():
 
 def test_faults_replace_what_the_unmutated_entry_has():
     """`test_audit` shows that every entry passes; the fault alone must make the difference."""
-    for builders in STAGES.values():
+    for _, builders in PLACES:
         for build in builders:
             subject = build()
             name = subject.estimator.name

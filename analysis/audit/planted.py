@@ -15,6 +15,7 @@ from typing import Any, final
 from windage.analysis.audit.document import SCHEMA
 from windage.analysis.audit.entry import audit, failures
 from windage.analysis.audit.faults import STAGES
+from windage.analysis.audit.faults_advantages import ADVANTAGES
 from windage.analysis.audit.faulty_losses import LOSSES, RIGHT
 from windage.analysis.audit.foreign import bounds, judge
 from windage.analysis.audit.logged import Subject
@@ -25,6 +26,7 @@ from windage.analysis.audit.samples import judged_samples
 from windage.estimators.catalogue import get
 
 FEW = 60
+PLACES = tuple(pair for stages in (STAGES, ADVANTAGES) for pair in stages.items())
 HEAD = """\
 # Planted faults
 
@@ -75,7 +77,7 @@ def _in_loss(
 
 def faults() -> Iterator[Fault]:
     """Every planted fault, stage by stage, then losses."""
-    for stage, builders in STAGES.items():
+    for stage, builders in PLACES:
         for build in builders:
             yield Fault(
                 name=build.__name__,
