@@ -12,15 +12,17 @@ from windage.estimators.advantage import group_mean, group_std, leave_one_out
 from windage.estimators.estimator import Estimator
 from windage.toy.exact import penalties
 from windage.toy.exact.coupled.by_reward import ByReward
-from windage.toy.exact.coupled.gated import LIST, Gate, gated_spread, linear
+from windage.toy.exact.coupled.gated import CUT, LIST, WORK, Gate, gated_spread, linear
 from windage.toy.exact.coupled.spread import FAR, PITCH, TOLERANCE, Law, totals
+from windage.toy.exact.coupled.sums import common
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.prefix_tree import reads_sign, response_scale
 from windage.toy.exact.tuples import ways
 from windage.toy.problems import Problem
 
-# Numbers that a call of a stage is worth, whatever its size, and passes over each number.
-CALL, PASSES = 2e4, 2.0
+# Numbers that a call of a stage is worth, whatever its size; passes over each number of a table
+# without a gate; modes of waves a number of a table, by the root of the group size.
+CALL, PASSES, WAVES = 2e4, 2.0, 20.0
 
 
 def serves(estimator: Estimator) -> bool:
@@ -113,25 +115,24 @@ def run(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
 def cost(estimator: Estimator, problem: Problem, group_size: int) -> float:
     """About how many numbers the engine touches."""
     gated = reads_sign(estimator)
+    size = float(problem.logits[0].numel())
     total = 0.0
     for kinds in problem.kinds:
         rewards = kinds[:, 0].unique()
-        count = len(rewards)
-        recursions = 12.0 * problem.logits[0].numel() * (2.0 if gated else 1.0)
+        count = float(len(rewards))
+        total += 10 * CALL + 12.0 * size
         if problem.tree.horizon > 1:
-            recursions *= count
-            recursions += float(count) ** 2 * problem.logits[0].numel() * (3.0 if gated else 1.0)
-        total += recursions + 10 * CALL
+            total += (12.0 * count + count**2) * size * (3.0 if gated else 1.0)
         if count > 1:
-            total += _integral(estimator, rewards, group_size, gated=gated)
+            total += _tables(estimator, rewards, group_size, gated=gated)
     return total
 
 
-def _integral(estimator: Estimator, rewards: Tensor, group_size: int, *, gated: bool) -> float:
+def _tables(estimator: Estimator, rewards: Tensor, group_size: int, *, gated: bool) -> float:
     """Numbers in the tables over t, c and own rewards, were the rewards spread evenly."""
     count, g = len(rewards), group_size
     if estimator.advantage.function is not group_std:
-        return 60.0 * count**2 + min(10.0 * count * ways(count, g - 1), 10 * LIST)
+        return _pairs(rewards, g, torch.ones(1), torch.tensor([float(count)]))
     span = float(rewards[-1] - rewards[0])
     mass = torch.full_like(rewards, 1 / count)
     settings = dict(estimator.advantage.settings)
@@ -145,4 +146,21 @@ def _integral(estimator: Estimator, rewards: Tensor, group_size: int, *, gated: 
     width = (1 + count * 2 * reach / span).clamp(max=count)
     if not gated:
         return PASSES * float((nodes * width).sum()) + CALL * len(t)
-    return 20.0 * float((nodes * width * (width + 4 * g)).sum()) + 4 * CALL * len(t)
+    return _pairs(rewards, g, nodes, width) + 4 * CALL * len(t)
+
+
+def _pairs(rewards: Tensor, group_size: int, nodes: Tensor, width: Tensor) -> float:
+    """Numbers in the tables of thresholds: by lattice, by list or by waves, as `gated.chosen`."""
+    unit, siblings = common(rewards), group_size - 2
+    count = len(rewards)
+    tables = float((nodes * width.square()).sum())
+    if unit is not None:
+        levels = siblings * float(rewards[-1] - rewards[0]) / unit + 1
+        return 20 * tables + 20 * levels * float(nodes.sum())
+    if (listed := ways(count, siblings)) <= LIST / (siblings + 1):
+        return 20 * tables + 20 * listed * float(nodes.sum()) / (1 if len(nodes) == 1 else 3)
+    # the characteristic function of many rewards is about 1 / sqrt(count) away from 0
+    modes = min(WORK / count**2, 1e5)
+    if (count ** (-siblings / 2)) * math.sqrt(math.factorial(min(siblings, 20))) > modes**1.5 * CUT:
+        return 10 * listed
+    return WAVES * math.sqrt(group_size) * tables
