@@ -46,6 +46,7 @@ DEFAULTS = {
     "samples": None,
     "error": None,
     "frontier": None,
+    "covariance": False,
 }
 MOST_ROWS = 1_000_000
 
@@ -81,6 +82,7 @@ class Request(NamedTuple):
     samples: int | None
     error: float
     frontier: int | None
+    covariance: bool
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +153,12 @@ def _add_comparisons(parser: argparse.ArgumentParser) -> None:
         metavar="BATCHES",
         help="add the least bias at each variance over all weights of a token's own, and the rows' "
         "distance from it; errors are compared at so many batches, 1 without a number",
+    )
+    parser.add_argument(
+        "--covariance",
+        action="store_true",
+        help="add to --json each row's covariance, a block of vocabulary x vocabulary a prefix, "
+        "where it holds at most 1e5 numbers",
     )
 
 
@@ -290,6 +298,7 @@ def check(arguments: argparse.Namespace) -> Request | None:
         samples=arguments.samples,
         error=ERROR if arguments.error is None else arguments.error,
         frontier=arguments.frontier,
+        covariance=arguments.covariance,
     )
 
 

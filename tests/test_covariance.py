@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,10 @@ from checks import assert_apart, assert_close, refused
 from problem_strategies import drawn, entry, typical
 from test_tree_penalties import CORRECT, IN_LOSS, IN_REWARDS, SHAPING, with_reference
 
+from windage.analysis.studies.grid import Settings
+from windage.analysis.studies.spread import covariances
+from windage.analysis.studies.study import bind
+from windage.cli.main import main
 from windage.estimators.advantage import batch_std
 from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.estimator import Estimator
@@ -93,6 +98,32 @@ def test_what_is_too_large_or_has_no_recursion_is_refused_in_a_line() -> None:
     with refused("covariance blocks hold 9.0e+06 numbers", error=Undefined):
         covariance_blocks(get("rloo"), wide, 2)
     coupled = replace(get("group_mean"), advantage=use(batch_std))
+    with refused("rloo needs groups of at least 2", error=Undefined):
+        covariance_blocks(get("rloo"), typical(2, 1), 1)
     with refused("no covariance blocks", "couples prompts", error=Undefined):
         covariance_blocks(coupled, typical(2, 1), 2)
     assert covariance.BUDGET < 9e6
+
+
+def test_a_study_adds_the_blocks_or_the_reason_for_each_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--problem", "bandit:arms=4", "--estimators", "rloo", "ppo", "--covariance", "--json"]
+    assert main(["study", *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    first, second = document["covariance"]
+    blocks = torch.tensor(first["blocks"], dtype=torch.float64)
+    assert first["row"] == 0 and blocks.shape == (1, 1, 4, 4)
+    assert_close(blocks[0, 0].trace(), document["rows"][0]["variance"])
+    assert "values" in second["reason"] and "blocks" not in second
+    assert main(["study", "--problem", "bandit:arms=400", *flags[2:]]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert "1.6e+05 numbers; allowed: 1e+05" in document["covariance"][0]["reason"]
+    assert main(["study", *flags[:4], "--json"]) == 0
+    assert "covariance" not in json.loads(capsys.readouterr().out)
+
+
+def test_chains_have_no_blocks() -> None:
+    settings = Settings(problem=("reasoning", {"horizon": 4}), estimators=(("rloo", {}),))
+    (found,) = covariances(settings, bind)
+    assert found == {"row": 0, "reason": "covariance blocks are of trees of prefixes"}

@@ -39,6 +39,7 @@ class Settings:
         seed: of whatever is drawn.
         samples: most batches of a sampled row; None: about ten seconds' worth.
         error: root mean squared error, in units of the gradient, that rows are to reach.
+        covariance: add the covariance blocks of every row to the document.
         frontier: compare rows with the best own-token weights, errors at so many batches; None: do
             not.
     """
@@ -53,6 +54,7 @@ class Settings:
     samples: int | None = None
     error: float = 0.1
     frontier: float | None = None
+    covariance: bool = False
 
 
 @final

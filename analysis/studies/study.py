@@ -20,6 +20,7 @@ from windage.analysis.studies.best import beside_frontier
 from windage.analysis.studies.decision import decided
 from windage.analysis.studies.figures import NAMES, from_moments, from_sample
 from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, by_site, cells, site_of
+from windage.analysis.studies.spread import covariances
 from windage.analysis.workers import side_by_side
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
@@ -120,9 +121,11 @@ def run(
 
 
 def _compared(settings: Settings, rows: list[Row], prompts: int) -> dict[str, Any]:
-    """The rows with what decides between them, and beside the frontier where that is asked for."""
+    """The rows with what decides between them, covariances and the frontier where asked for."""
     made = decided(rows, prompts=prompts, keys=list(settings.sweep), wanted=settings.error)
-    about = {"error": settings.error}
+    about: dict[str, Any] = {"error": settings.error}
+    if settings.covariance:
+        about["covariance"] = covariances(settings, bind)
     if settings.frontier is None:
         return {**about, "rows": made}
     return {**about, **beside_frontier(settings, made, settings.frontier)}

@@ -23,7 +23,7 @@ from windage.toy.exact.affine import group_law
 from windage.toy.exact.classes import Prompt, by_prompt, denominators, signs
 from windage.toy.exact.moments import Undefined
 from windage.toy.exact.penalties import shaped
-from windage.toy.exact.plan import consider, exact
+from windage.toy.exact.plan import consider, exact, undefined
 from windage.toy.exact.prefix_tree import (
     Feature,
     Weights,
@@ -41,13 +41,16 @@ BUDGET = 5e6
 Blocks = Float[Tensor, "P N V V"]
 
 
-def covariance_blocks(estimator: Estimator, problem: Problem, group_size: int) -> Blocks:
+def covariance_blocks(
+    estimator: Estimator, problem: Problem, group_size: int, *, most: float = BUDGET
+) -> Blocks:
     """Covariance of the parameters of each prefix, under one batch estimate.
 
     Args:
         estimator: of those that recursions over the tree or classes serve.
         problem: a tree of prefixes.
         group_size: responses of a prompt.
+        most: numbers that the blocks may hold.
 
     Raises:
         Undefined: no such engine serves the estimator, or the blocks hold too many numbers.
@@ -58,9 +61,11 @@ def covariance_blocks(estimator: Estimator, problem: Problem, group_size: int) -
         >>> covariance_blocks(get("rloo"), bandit(3), 4).shape
         torch.Size([1, 1, 3, 3])
     """
+    if why := undefined(estimator, problem, group_size):
+        raise Undefined(why)
     cells = problem.logits.numel() * problem.tree.vocab
-    if cells > BUDGET:
-        raise Undefined(f"covariance blocks hold {cells:.1e} numbers; allowed: {BUDGET:.0e}")
+    if cells > most:
+        raise Undefined(f"covariance blocks hold {cells:.1e} numbers; allowed: {most:.0e}")
     refusals = []
     for engine in ("prefix_tree", "classes"):
         why = consider(engine, estimator, problem, group_size).refusal
