@@ -10,5 +10,9 @@ STUDIES: dict[str, str] = {
     "composition": "the baseline as the share of positives in the data",
     "level": "which ratio tapers a negative: product, geometric mean or token",
     "taper": "the four limits of the taper: what each does",
+    "iterated": "sample, curate, train, again",
+    "passes": "several passes over one batch, with and without a clip",
+    "reference": "when the reference policy is refreshed",
+    "starting_point": "the recommended recipe against each of its parts removed",
     "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }

@@ -1,0 +1,145 @@
+"""Sample, train, sample again: with all of the data, a chosen share of positives, or curated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from windage.analysis.learning.recipes import effective
+from windage.analysis.learning.recorded import BATCH
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.world import TRAIN, World
+from windage.estimators.catalogue import get
+from windage.toy.learning import State
+from windage.toy.training import Ascent, Record, Sampler, Source, offline
+
+SOURCE = "Le Roux et al., 2025, arXiv:2503.14286"
+ROUNDS, EPOCHS, GROUP_SIZE = 5, 2, 16
+BASES = {"base right in 31 %": "mid", "base right in 11 %": "hard"}
+Curate = Callable[[Record], Record]
+
+
+def everything(record: Record) -> Record:
+    """The data as they were drawn."""
+    return record
+
+
+def half(record: Record) -> Record:
+    """Rewards minus the baseline that gives positives half of the weight, seed by seed."""
+    shares = (record.rewards > 0).double().mean(1).clamp(0.01, 0.99).tolist()
+    found = torch.tensor([effective(0.5, p) for p in shares]).unsqueeze(-1)
+    return replace(record, rewards=(record.rewards - found[:, 0]) * found[:, 1])
+
+
+def first_right(record: Record) -> Record:
+    """Of each prompt the first right response and all others (the Anna Karenina principle)."""
+    right = (record.rewards > 0).unflatten(1, (-1, record.group_size))
+    later = right & (right.cumsum(-1) > 1)
+    return replace(record, present=~later.flatten(1))
+
+
+ARMS: dict[str, tuple[str, Curate]] = {
+    "naive": ("naive", everything),
+    "positives only": ("positives_only", everything),
+    "TOPR": ("topr", everything),
+    "TOPR, half positives": ("topr", half),
+    "TOPR, first right only": ("topr", first_right),
+}
+
+
+def walk(entry: str, curate: Curate, prompts: int, place: World) -> Iterator[State]:
+    """Rounds of drawing from the current policy and training on what it said."""
+    among = place.generators(TRAIN)
+    here = place.start
+    yield State(step=0, parameters=here, norm=here.new_zeros(len(here)))
+    for number in range(1, ROUNDS + 1):
+        source = Source(place.network, here, Sampler(), among)
+        drawn = source.draw(place.train[:, :prompts], GROUP_SIZE, place.grade)
+        record = replace(curate(drawn), group_size=1)
+        last = offline(
+            place.network,
+            here,
+            record,
+            get(entry),
+            Ascent(rate=1e-3),
+            among,
+            epochs=EPOCHS,
+            batch=min(BATCH, record.tokens.shape[1]),
+        )
+        for state in last:
+            here = state.parameters
+        yield State(step=number, parameters=here, norm=state.norm)
+
+
+def arms(size: Size) -> Sequence[Arm]:
+    """Five ways to use the data, from two bases."""
+    return [
+        Arm(
+            name=name,
+            panel=panel,
+            base=base,
+            walk=partial(walk, entry, curate, min(256, size.train)),
+            marks=range(ROUNDS + 1),
+        )
+        for panel, base in BASES.items()
+        for name, (entry, curate) in ARMS.items()
+    ]
+
+
+def orderings(size: Size) -> Sequence[Ordering]:
+    """Who improves over rounds, and what curation does here."""
+    found = []
+    for panel in BASES:
+
+        def point(arm: str, step: int | None = None, panel: str = panel) -> Point:
+            return Point(panel=panel, arm=arm, step=step)
+
+        for name in ("TOPR", "positives only"):
+            found.append(
+                Ordering(
+                    says=f"{name} ends above its base ({panel}).",
+                    source=SOURCE,
+                    high=point(name),
+                    low=point(name, 0),
+                )
+            )
+        found += [
+            Ordering(
+                says=f"Off-policy REINFORCE with negatives never recovers ({panel}).",
+                source=SOURCE,
+                high=point("naive", 0),
+                low=point("naive"),
+            ),
+            Ordering(
+                says=f"TOPR ends above positives-only training ({panel}).",
+                source=SOURCE,
+                high=point("TOPR"),
+                low=point("positives only"),
+                robust=False,
+            ),
+            Ordering(
+                says=f"Keeping one right response a prompt helps TOPR ({panel}).",
+                source=SOURCE,
+                high=point("TOPR, first right only"),
+                low=point("TOPR"),
+                robust=False,
+            ),
+        ]
+    return found
+
+
+STUDY = Study(
+    name="iterated",
+    title="Who improves round after round?",
+    intro=(
+        f"{ROUNDS} rounds: 16 responses of the current policy to each of 256 prompts, {EPOCHS} "
+        "epochs over them with a fresh Adam. The log-probabilities recorded in a round are the "
+        "sampler's of that round.",
+    ),
+    panels=tuple(Panel(name=name, x="round") for name in BASES),
+    arms=arms,
+    orderings=orderings,
+)
