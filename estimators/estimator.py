@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -75,7 +75,7 @@ class Estimator:
                     f"logp/behavior_logp, got {correction.describe()}"
                 )
 
-    @property
+    @cached_property
     def members(self) -> tuple[tuple[str, Member], ...]:
         """Every member with settings, with the stage it serves."""
         return (
@@ -87,12 +87,12 @@ class Estimator:
             *(("penalty", m) for m in self.penalties),
         )
 
-    @property
+    @cached_property
     def active_penalties(self) -> tuple[Member, ...]:
         """Penalties whose coefficient is not 0."""
         return tuple(m for m in self.penalties if dict(m.settings).get("coefficient") != 0)
 
-    @property
+    @cached_property
     def scope(self) -> Scope:
         """The widest scope of any member: how far a coefficient reaches for information."""
         reaches = [c.scope for c in self.corrections if not c.idle]
@@ -172,10 +172,19 @@ class Estimator:
                 batch.get(name)
         return batch
 
-    @property
+    @cached_property
     def needs(self) -> tuple[str, ...]:
         """Fields of the batch that some member reads."""
-        used = [m for s, m in self.members if s != "penalty"] + list(self.active_penalties)
+        return self._fields(self.admission)
+
+    @cached_property
+    def needs_beside_admission(self) -> tuple[str, ...]:
+        """Fields of the batch that some member reads, admission apart."""
+        return self._fields(())
+
+    def _fields(self, admission: tuple[Member, ...]) -> tuple[str, ...]:
+        others = [m for s, m in self.members if s not in ("admission", "penalty")]
+        used = [*others, *admission, *self.active_penalties]
         names = [name for member in used for name in member.traits.needs]
         derived = {
             "reference_ratio": ("logp", "reference_logp"),

@@ -38,10 +38,10 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     key = "affine", weighing(estimator), None if leaf is None else estimator.aggregation
     law, x, q, extra = kept(problem, key, _by_reward, estimator, problem, leaf)
-    found = affine_moments(estimator.advantage, group_size, scale, law, x, q)
-    if extra is None:
-        return found
-    return with_penalties(found, group_law(estimator.advantage, group_size, law), scale, x, extra)
+    key = "group", estimator.advantage, estimator.active_penalties, group_size
+    group = kept(problem, key, group_law, estimator.advantage, group_size, law)
+    found = batch_moments(group, scale, x, q)
+    return found if extra is None else with_penalties(found, group, scale, x, extra)
 
 
 def _by_reward(
@@ -183,8 +183,14 @@ def affine_moments(
         x: E[f x] of one response for each feature f.
         q: E[f |x|^2], likewise.
     """
-    group = group_law(advantage, group_size, law)
-    g = float(group_size)
+    return batch_moments(group_law(advantage, group_size, law), scale, x, q)
+
+
+def batch_moments(
+    group: GroupLaw, scale: float, x: Float[Tensor, "3 P N V"], q: Float[Tensor, "3 P"]
+) -> Moments:
+    """`affine_moments` where the advantage's coefficients are known."""
+    g = float(group.group_size)
     flat = x.flatten(2)
     gram = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).permute(1, 2, 0)
     dots = torch.stack([gram[1, 1], gram[2, 0], gram[1, 0], gram[0, 0]])

@@ -41,8 +41,10 @@ from windage.toy.exact.tuples import compositions, spread, ways
 from windage.toy.exact.walk import Walk
 from windage.toy.problems import Problem
 
-# Tables of fewer cells are kept between calls: they depend on reward values only.
+# Tables of fewer numbers are kept between calls, 64 small ones and 8 large ones: they depend on
+# reward values only.
 SMALL = 400_000
+LARGE = 4_000_000
 
 
 def class_values(
@@ -154,6 +156,7 @@ def tabulate(
 
 
 small_table = lru_cache(maxsize=64)(tabulate)
+large_table = lru_cache(maxsize=8)(tabulate)
 
 
 @final
@@ -177,7 +180,8 @@ class Groups:
         self.mass = mass
         self.group_size = group_size
         rewards, self.lengths = tuple(values[:, 0].tolist()), values[:, 1]
-        find = small_table if ways(len(rewards), group_size) * group_size < SMALL else tabulate
+        numbers = ways(len(rewards), group_size) * group_size
+        find = small_table if numbers < SMALL else large_table if numbers < LARGE else tabulate
         outcomes = tuple(values[:, 2].tolist()) if values.shape[1] > 2 else None
         table = find(estimator.advantage, estimator.admission, rewards, group_size, outcomes)
         self.counts, self.advantages = table.counts, table.advantages
