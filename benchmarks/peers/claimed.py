@@ -2,8 +2,8 @@
 
     C[n, t] = A[n] * weight * share         share: 1 / tokens of the batch, 1 / (N T), 1 / N
 
-Everything that is a reach, a map and an aggregation is composed from the library's members; the few
-that are not (a map that reads probabilities, a ratio over clipped tokens) are written out.
+Everything that is a reach, a map and an aggregation is composed from the library's members; what is
+not (a draw at random, a pool that decides for a response) is written out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from torch import Tensor
 from windage.analysis.audit.likeness import given
 from windage.analysis.audit.samples import Sample
 from windage.estimators.advantage import constant
-from windage.estimators.aggregation import token_mean
-from windage.estimators.correction import Correction, clip, none, token
+from windage.estimators.aggregation import sequence_mean, token_mean
+from windage.estimators.batchwide import covariance
+from windage.estimators.correction import Correction, clip, geometric, none, ratio, token
 from windage.estimators.estimator import Estimator
-from windage.estimators.member import declare, use
+from windage.estimators.maps import mask_negative, one_sided, unclipped
+from windage.estimators.member import use
 from windage.estimators.penalty import loss_k3, loss_k3_weighted
 
 Expected = Callable[[Sample], Tensor]
@@ -30,58 +32,21 @@ def composed(
     reach: Any = token, map_: Any = none, aggregation: Any = token_mean, **settings: Any
 ) -> Expected:
     """Coefficients of a reach, a map with settings, and an aggregation (a member or a function)."""
+    return combined(
+        Correction(reach=use(reach), map=use(map_, **settings)), aggregation=aggregation
+    )
+
+
+def combined(*corrections: Correction, aggregation: Any = token_mean) -> Expected:
+    """Coefficients of a product of corrections, and an aggregation (a member or a function)."""
     share = use(aggregation) if callable(aggregation) and hasattr(aggregation, "traits") else None
     estimator = Estimator(
         name="claimed",
         advantage=use(constant),
-        corrections=(Correction(reach=use(reach), map=use(map_, **settings)),),
+        corrections=corrections,
         aggregation=share or aggregation,
     )
     return lambda s: given(estimator, [s])[0]
-
-
-def _choose(first: Tensor, a: float, b: float) -> Tensor:
-    """One of two numbers, in float64."""
-    return torch.where(first, *torch.tensor([a, b], dtype=torch.float64))
-
-
-@declare("token", reads="sign")
-def soft_gate(
-    effective: Tensor, advantages: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05
-) -> Tensor:
-    """SAPO: the derivative by the log-ratio of 4 sigma(tau (r - 1)) / tau.
-
-        w = 4 r p (1 - p),   p = sigma(tau (r - 1)),   tau by the sign of A
-
-    References:
-        arXiv:2511.20347.
-    """
-    ratio = effective.exp()
-    tau = _choose(advantages > 0, tau_pos, tau_neg)
-    gate = torch.sigmoid(tau * (ratio - 1))
-    return 4 * ratio * gate * (1 - gate)
-
-
-@declare("token", reads="sign")
-def gamma_weight(
-    effective: Tensor,
-    advantages: Tensor,
-    *,
-    k_pos: float = 2.0,
-    lambda_pos: float = 3.0,
-    k_neg: float = 3.0,
-    lambda_neg: float = 2.0,
-) -> Tensor:
-    """VESPO: a gamma-shaped weight of the ratio, 1 at ratio 1.
-
-        w = r^k exp(lambda (1 - r)),   k and lambda by the sign of A
-
-    References:
-        arXiv:2602.10693.
-    """
-    k = _choose(advantages >= 0, k_pos, k_neg)
-    rate = _choose(advantages >= 0, lambda_pos, lambda_neg)
-    return (k * effective + rate * (1 - effective.exp())).exp()
 
 
 def _spread(coefficient: Tensor, s: Sample) -> Tensor:
@@ -90,58 +55,18 @@ def _spread(coefficient: Tensor, s: Sample) -> Tensor:
     return torch.where(s.mask, whole, 0.0)
 
 
-def divergence_mask(
-    beyond: Callable[[Tensor, Tensor], Tensor], *, limit: float, cap: float
-) -> Expected:
-    """DPPO: the ratio, at most cap, 0 where A pushes a token on whose divergence exceeds the limit.
-
-    Args:
-        beyond: divergence of probabilities under policy and sampler.
-        limit: largest divergence.
-        cap: largest ratio.
-
-    References:
-        arXiv:2602.04879.
-    """
-
-    def expected(s: Sample) -> Tensor:
-        p, q = s.logp.exp(), s.behavior_logp.exp()
-        away = torch.where(s.advantages.unsqueeze(1) > 0, p > q, p < q)
-        weight = s.log_ratio.exp().clamp(max=cap)
-        return _spread(torch.where(away & (beyond(p, q) > limit), 0.0, weight), s)
-
-    return expected
-
-
-def total_variation(p: Tensor, q: Tensor) -> Tensor:
-    """Of the token against all others."""
-    return (p - q).abs()
-
-
-def binary_kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL(q, p) of the token against all others."""
-    return q * (q.log() - p.log()) + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
-
-
 def geometric_mean(*, clip_low: float, clip_high: float) -> Expected:
-    """GMPO: geometric mean over the tokens of ratios clipped in the log.
-
-        C = A exp(mean of x clipped) / (N T) where x is not clipped, else 0
+    """GMPO: geometric mean over the tokens of ratios clipped in the log, one side by the sign of A.
 
     References:
         arXiv:2507.20673.
     """
-
-    def expected(s: Sample) -> Tensor:
-        x, up = s.log_ratio, s.advantages.unsqueeze(1) > 0
-        clipped = s.mask & torch.where(up, x > clip_high, x < -clip_low)
-        bounded = torch.where(clipped, x.clamp(-clip_low, clip_high), x)
-        lengths = s.mask.sum(1, keepdim=True)
-        ratio = (bounded.sum(1, keepdim=True) / lengths).exp()
-        whole = s.advantages.unsqueeze(1) * ratio / (lengths * len(s.mask))
-        return torch.where(s.mask & ~clipped, whole, 0.0)
-
-    return expected
+    limits = {"log_low": clip_low, "log_high": clip_high}
+    return combined(
+        Correction(before=use(one_sided, **limits), reach=use(geometric), map=use(ratio)),
+        Correction(map=use(unclipped, **limits)),
+        aggregation=sequence_mean,
+    )
 
 
 def quadratic(*, beta: float) -> Expected:
@@ -152,11 +77,6 @@ def quadratic(*, beta: float) -> Expected:
         return torch.where(s.mask, whole, 0.0)
 
     return expected
-
-
-def kept_rows(keep: Callable[[Sample], Tensor], inner: Expected) -> Expected:
-    """Coefficients of a loss whose rejected responses `[N]` get 0, denominators unchanged."""
-    return lambda s: inner(s) * keep(s).unsqueeze(1)
 
 
 def rejected(divergence: Callable[[Tensor], Tensor], limit: float, pool: str) -> Expected:
@@ -181,14 +101,12 @@ def rejected(divergence: Callable[[Tensor], Tensor], limit: float, pool: str) ->
     return expected
 
 
-def off_policy_rows(threshold: float) -> Callable[[Sample], Tensor]:
-    """DeepSeek-V3.2: drop a response with A < 0 whose mean log(mu / pi) exceeds a threshold."""
-
-    def keep(s: Sample) -> Tensor:
-        drift = -s.log_ratio.sum(1) / s.mask.sum(1)
-        return (s.advantages >= 0) | (drift <= threshold)
-
-    return keep
+def without_far_rows(delta: float) -> Expected:
+    """PPO without the responses with A < 0 whose mean log(mu / pi) exceeds delta."""
+    return combined(
+        Correction(reach=use(geometric), map=use(mask_negative, delta=delta)),
+        Correction(map=use(clip)),
+    )
 
 
 def pulled(penalty: Any, beta: float, inner: Expected) -> Expected:
@@ -203,15 +121,18 @@ def pulled(penalty: Any, beta: float, inner: Expected) -> Expected:
 
 
 def largest_covariances(*, share: float, coefficient: float) -> Expected:
-    """KL-Cov: a penalty |x| on the tokens with the largest (A - mean) (log pi - mean)."""
+    """KL-Cov: a penalty |x| on the tokens with the largest (A - mean) (log pi - mean).
+
+    Of equal covariances the first counts, as a sort leaves them; the library takes all.
+    """
+    inner = composed(token, ratio)
 
     def expected(s: Sample) -> Tensor:
-        wide = s.advantages.unsqueeze(1).expand_as(s.logp)
-        a, logp = wide[s.mask], s.logp[s.mask]
-        top = ((a - a.mean()) * (logp - logp.mean())).topk(max(1, int(len(a) * share))).indices
-        pull = torch.zeros_like(a).index_fill(0, top, coefficient) * s.log_ratio[s.mask].sign()
-        whole = (a * s.log_ratio[s.mask].exp() - pull) / len(a)
-        return torch.zeros_like(s.logp).masked_scatter(s.mask, whole)
+        found = covariance(s.advantages.view(1, -1, 1), s.logp[None], s.mask[None])[0][s.mask]
+        top = found.topk(max(1, int(len(found) * share))).indices
+        pull = torch.zeros_like(found).index_fill(0, top, coefficient)
+        pull = pull * s.log_ratio[s.mask].sign() / len(found)
+        return inner(s) - torch.zeros_like(s.logp).masked_scatter(s.mask, pull)
 
     return expected
 
@@ -227,10 +148,10 @@ def random_covariances(
 
     def expected(s: Sample) -> Tensor:
         whole = inner(s)
-        a = s.advantages.unsqueeze(1).expand_as(s.logp)
-        covariance = (a - a[s.mask].mean()) * (s.logp - s.logp[s.mask].mean())
+        a = s.advantages.unsqueeze(1)
+        found = covariance(a[None], s.logp[None], s.mask[None])[0]
         open_ = s.mask & ((whole != 0) | (a == 0))
-        places = torch.nonzero(open_ & (covariance > low) & (covariance < high))
+        places = torch.nonzero(open_ & (found > low) & (found < high))
         torch.manual_seed(0)
         chosen = torch.randperm(len(places))[: max(int(share * int(s.mask.sum())), 1)]
         whole[places[chosen, 0], places[chosen, 1]] = 0.0

@@ -24,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from windage.analysis.audit.samples import Sample, sample
 from windage.estimators.aggregation import constant_length, sequence_mean, token_mean, token_sum
 from windage.estimators.correction import clip, dual_clip, geometric, token, trajectory, truncate
+from windage.estimators.maps import gamma_weight, soft_gate
 from windage.estimators.member import use
 from windage.estimators.penalty import loss_k3, loss_k3_weighted
 
@@ -164,7 +165,7 @@ def peers() -> list[Peer]:
         peer(
             "sapo",
             "SAPO: sigmoid gate with temperatures 1 and 1.05, mean over tokens, then responses",
-            composed(token, claimed.soft_gate, sequence_mean),
+            composed(token, soft_gate, sequence_mean),
             loss_type="sapo",
         ),
         peer(
@@ -183,7 +184,7 @@ def peers() -> list[Peer]:
         peer(
             "vespo",
             "VESPO: gamma weight of the response's ratio, 1 on-policy, mean over all tokens",
-            composed(trajectory, claimed.gamma_weight, token_mean),
+            composed(trajectory, gamma_weight, token_mean),
             loss_type="vespo",
         ),
         peer(
@@ -196,7 +197,7 @@ def peers() -> list[Peer]:
         peer(
             "dapo, off_policy_mask_threshold=0.1",
             "DeepSeek-V3.2: responses with A < 0 and mean log(old/new) above 0.1 are dropped",
-            claimed.kept_rows(claimed.off_policy_rows(0.1), claimed.PPO),
+            claimed.without_far_rows(0.1),
             loss_type="dapo",
             off_policy_mask_threshold=0.1,
         ),

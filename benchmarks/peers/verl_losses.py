@@ -39,6 +39,7 @@ from windage.estimators.correction import (
     trajectory,
     truncate,
 )
+from windage.estimators.maps import kl_mask, soft_gate, tv_mask
 from windage.estimators.member import use
 from windage.estimators.penalty import k2, k3
 
@@ -171,20 +172,20 @@ def divergences() -> list[Peer]:
     words = "DPPO: mask by the {} of the token (0.2), detached ratio at most 20"
     rows = []
     for name, measure, said in (
-        ("dppo_tv", claimed.total_variation, "total variation"),
-        ("dppo_kl", claimed.binary_kl, "KL"),
+        ("dppo_tv", tv_mask, "total variation"),
+        ("dppo_kl", kl_mask, "KL"),
     ):
         rows += [
             peer(
                 name,
                 words.format(said),
-                claimed.divergence_mask(measure, limit=0.2, cap=20.0),
+                composed(token, measure, limit=0.2, cap=20.0),
                 loss=name,
             ),
             peer(
                 f"{name}, clip_ratio_c=20",
                 words.format(said),
-                claimed.divergence_mask(measure, limit=0.2, cap=20.0),
+                composed(token, measure, limit=0.2, cap=20.0),
                 loss=name,
                 clip_ratio_c=20.0,
             ),
@@ -215,7 +216,7 @@ def named() -> list[Peer]:
         peer(
             "sapo",
             "SAPO: sigmoid gate with temperatures 1 and 1.05, mean over tokens, then responses",
-            composed(token, claimed.soft_gate, sequence_mean),
+            composed(token, soft_gate, sequence_mean),
             loss="sapo",
         ),
         peer("gpg", "GPG: no ratio, mean over tokens", composed(token, none), loss="gpg"),
