@@ -33,7 +33,14 @@ from hypothesis import strategies as st
 from strategies import batches, features, numbers, problems
 
 from windage.estimators.admission import difficulty_band, overlong, zero_variance
-from windage.estimators.advantage import batch_std, constant, group_mean, group_std, leave_one_out
+from windage.estimators.advantage import (
+    batch_std,
+    constant,
+    gae,
+    group_mean,
+    group_std,
+    leave_one_out,
+)
 from windage.estimators.aggregation import (
     constant_length,
     prompt_mean,
@@ -41,6 +48,7 @@ from windage.estimators.aggregation import (
     token_mean,
     token_sum,
 )
+from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.centering import exact, top_k
 from windage.estimators.correction import (
@@ -61,6 +69,14 @@ from windage.estimators.correction import (
 )
 from windage.estimators.diagnostics import effective_sample_size
 from windage.estimators.estimator import batch_terms, token_coefficients
+from windage.estimators.maps import (
+    gamma_weight,
+    inverse_positive,
+    kl_mask,
+    mask_negative,
+    soft_gate,
+    tv_mask,
+)
 from windage.estimators.member import use
 from windage.estimators.penalty import (
     entropy,
@@ -77,30 +93,23 @@ from windage.estimators.penalty import (
 )
 from windage.toy.behavior import with_behavior
 from windage.toy.exact.moments import Undefined
+from windage.toy.exact.optimum import optimal_baseline
 from windage.toy.exact.plan import exact as engine
 from windage.toy.exact.tuples import compositions, every_multiset, listed, multinomial, spread
 from windage.toy.objective import objective
 from windage.toy.problems import Tree, bandit, difficulties, make, token_tree
 
 ABSENT = {
-    "P-12": "OPO is not in the catalogue",
-    "P-16": "PKPO and max-minus-second are not in the catalogue",
-    "P-17": "MaxRL is not in the catalogue",
     "P-22": "per-decision importance sampling is not in the catalogue: rewards here are terminal",
-    "P-46": "OAPL and Kimi's regression are not in the catalogue",
 }
 PARTLY_ABSENT = {
     "P-10": "Delta-L is not in the catalogue",
     "P-13": "shrinkage, running and greedy baselines are not in the catalogue; a constant is",
     "P-27": "GEPO is not in the catalogue",
-    "P-31": "SAPO, DPPO and GMPO are not in the catalogue",
-    "P-32": "GSPO-token is not in the catalogue",
-    "P-34": "SAPO and VESPO are not in the catalogue",
-    "P-38": "self-normalized weights are not in the catalogue; the effective sample size is",
-    "P-39": "DPPO and OPSM are not in the catalogue; PPO's clip is such a mask",
     "P-43": "CPPO, Delta-L and GEPO are not in the catalogue; the batch's std is",
     "P-44": "k2 of a whole response and the straight-through forms are not in the catalogue",
     "P-45": "rounds of refresh belong to llm/'s reference",
+    "P-46": "OAPL is not in the catalogue",
 }
 one = (1,)
 few = settings(max_examples=12)
@@ -321,9 +330,23 @@ def test_p11_the_best_constant_baseline(problem):
         def variance(b, corrections=corrections, where=where):
             return float(moments(plain(*corrections, baseline=b), where, 1).variance)
 
+        assert_close(optimal_baseline(where, plain(*corrections)), best, relative=1e-8)
         low, least, high = (variance(best + d) for d in (-1.0, 0.0, 1.0))
         assert_close(low - least, high - least, relative=1e-8)
         assert_close(low - least, float(second.sum()), relative=1e-8)
+
+
+@few
+@given(problems(prompts=(1, 2), on_policy=True, leaves=7), st.sampled_from([2, 3]))
+def test_p12_the_weighted_mean_of_the_others_is_unbiased(problem, group_size):
+    assert_unbiased(get("opo_leave_one_out"), problem, group_size)
+
+
+def test_p12_the_weighted_mean_with_the_own_part_is_not():
+    problem = token_tree(3)
+    for group_size in (2, 3):
+        found = mean(get("opo"), problem, group_size)
+        assert_skew(found, objective(problem).gradient, at_least=1e-3)
 
 
 @few
@@ -367,6 +390,58 @@ def test_p15_critics_of_gae(problem, offset):
     # Only the last token misses its bootstrap; its score averages to zero where every prefix of
     # its length ends, so the bias is seen where lengths vary.
     assert_close(found - gradient, -offset * ends)
+
+
+def by_differences(value, logits, step=1e-5):
+    """Gradient of a function of the logits by central differences."""
+    out = torch.zeros_like(logits)
+    for place in itertools.product(*map(range, logits.shape)):
+        shift = torch.zeros_like(logits)
+        shift[place] = step
+        out[place] = (value(logits + shift) - value(logits - shift)) / (2 * step)
+    return out
+
+
+def rewards_law(problem, logits):
+    """Rewards of one prompt's responses and their probabilities under other logits."""
+    moved = replace(problem, logits=logits)
+    return problem.rewards[0], Brute(moved, moved.logp).response
+
+
+def expected_largest(problem, logits, k):
+    """E[max of k draws], summed over every tuple."""
+    rewards, chance = rewards_law(problem, logits)
+    total = 0.0
+    for draw in itertools.product(range(len(rewards)), repeat=k):
+        index = torch.tensor(draw)
+        total += float(chance[index].prod() * rewards[index].max())
+    return total
+
+
+@settings(max_examples=4)
+@given(problems(prompts=one, on_policy=True, leaves=4, horizon=2), st.sampled_from([1, 2, 3]))
+def test_p16_the_largest_of_k(problem, k):
+    slope = by_differences(lambda x: expected_largest(problem, x, k), problem.logits)
+    found = [mean(get("pass_at_k", k=k), problem, 3)]
+    found += [mean(get("pkpo", k=k), problem, 3)] if k > 1 else []
+    found += [mean(get("max_minus_second"), problem, k)] if k > 1 else []
+    for estimate in found:
+        assert_close(estimate, slope, relative=1e-6)
+
+
+@few
+@given(problems(prompts=one, rewards=("binary",), on_policy=True), st.sampled_from([2, 3, 5]))
+def test_p17_the_series_of_the_logarithm(problem, group_size):
+    p, gradient = float(objective(problem).value), objective(problem).gradient
+    for name, order in (("success_average", group_size), ("maxrl", group_size - 1)):
+        slope = sum((1 - p) ** (j - 1) for j in range(1, order + 1))
+        assert_close(mean(get(name), problem, group_size), slope * gradient)
+
+
+def test_p17_one_order_apart():
+    orders = [mean(get(n), token_tree(3), 3) for n in ("maxrl", "success_average")]
+    assert_apart(*orders, at_least=1e-2)
+    assert_close(orders[0], mean(get("success_average"), token_tree(3), 2))
 
 
 # P-18 to P-30: off-policy corrections and centering
@@ -639,15 +714,17 @@ def test_p30_top_k_misses_a_tail_that_is_not_proportional():
 @given(on)
 def test_p31_p33_on_policy_everything_collapses(problem):
     gradient = objective(problem).gradient
-    maps = (ratio, truncate, band, clip, dual_clip, taper, none)
-    for map_ in maps:
+    weights = (ratio, truncate, band, clip, dual_clip, taper, none)
+    for map_ in (*weights, soft_gate, gamma_weight, inverse_positive, tv_mask, kl_mask):
         assert_close(mean(plain((token, use(map_))), problem), gradient)
     pi = Brute(problem, problem.logp).response
     _, rewards, _, mask, scores = responses(problem)
     shares = mask.double() / mask.sum(-1, keepdim=True)
     expected = torch.einsum("m,mt,mtnv->nv", pi * rewards, shares, scores).unsqueeze(0)
-    for reach in (geometric, token):
-        found = moments(plain((reach, use(clip)), aggregation=sequence_mean), problem, 1)
+    gmpo = replace(plain(aggregation=sequence_mean), corrections=get("gmpo").corrections)
+    clips = [plain((reach, use(clip)), aggregation=sequence_mean) for reach in (geometric, token)]
+    for estimator in (*clips, gmpo):
+        found = moments(estimator, problem, 1)
         assert_close(found.mean, expected)
         drift = torch.einsum("m,mt,mtnv->nv", pi, shares, scores).unsqueeze(0)
         assert_close(found.drift, drift)
@@ -672,6 +749,28 @@ def test_p32_gspo_weighs_each_token_by_the_sequence_over_its_length(batch):
     n = batch.present.sum().clamp(min=1)
     alive = (batch.present.sum(-1, keepdim=True) > 1).unsqueeze(-1) & batch.mask
     assert_close(found.own, torch.where(alive, s * a / length / n, 0.0))
+
+
+@settings(max_examples=20)
+@given(batches(spread=0.25), batches(spread=0.25))
+def test_p32_gspo_by_token_is_gspo_where_the_advantage_is_flat(batch, other):
+    assert_close(get("gspo_token")(batch).own, get("gspo")(batch).own)
+    by_token = {e: replace(get(e), advantage=use(gae)) for e in ("gspo", "gspo_token")}
+    assert_close(by_token["gspo_token"](other).own, by_token["gspo"](other).own)
+
+
+@given(numbers(8, low=-2.0, high=2.0), numbers(8), st.floats(0.25, 4.0))
+def test_p34_soft_weights_are_slopes_and_1_at_ratio_1(e, a, tau):
+    live = e.clone().requires_grad_()
+    gate = 4 / tau * torch.sigmoid(tau * (live.exp() - 1))
+    gate.sum().backward()
+    found = soft_gate(e, a, tau_pos=tau, tau_neg=tau)
+    assert_close(found, live.grad)
+    assert_close(found, e.exp() / torch.cosh(tau * (e.exp() - 1) / 2).square())
+    for map_ in (soft_gate, gamma_weight, inverse_positive):
+        assert_close(map_(torch.zeros_like(a), a), torch.ones_like(a))
+    k, rate = torch.where(a >= 0, 2.0, 3.0).double(), torch.where(a >= 0, 3.0, 2.0).double()
+    assert_close(gamma_weight(e, a), e.exp() ** k * (rate * (1 - e.exp())).exp())
 
 
 @given(numbers(8, low=-2.0, high=2.0), numbers(8))
@@ -732,6 +831,54 @@ def test_p38_the_effective_sample_size_is_one_over_one_plus_chi_square(logits):
     chi = ((pi - 1 / len(pi)).square() * len(pi)).sum()
     found = effective_sample_size(w, w > 0) / len(pi)
     assert_close(found, 1 / (1 + chi))
+
+
+@few
+@given(off)
+def test_p38_one_response_normalized_by_itself_is_not_corrected(problem):
+    alone = replace(plain(), corrections=get("self_normalized").corrections)
+    assert_close(mean(alone, problem), mean(plain(), problem))
+
+
+def test_p38_self_normalized_bias_times_n_tends_to_minus_a_covariance():
+    problem = with_behavior(bandit(3), "noise", sigma=0.5)
+    mu, rewards, x, _, scores = responses(problem)
+    w = x[:, 0].exp()
+    f = (rewards[:, None] * scores[:, 0].flatten(1)).view(len(w), -1)
+    gradient = objective(problem).gradient.flatten()
+    pull = (mu * w) @ (w.unsqueeze(1) * (f - gradient))  # E[w] = 1, E[w (f - gradient)] = 0
+    alone = replace(plain(), corrections=get("self_normalized").corrections)
+    bias = {n: n * (mean(alone, problem, n).flatten() - gradient) for n in (48, 96)}
+    limit = 2 * bias[96] - bias[48]
+    assert pull.norm() > 1e-2
+    assert (limit + pull).norm() < 0.004 * pull.norm()
+
+
+@few
+@given(off)
+def test_p39_a_trust_region_by_probability_subtracts_what_it_drops(problem):
+    prefixes, tokens = problem.tree.paths
+    _, rewards, x, mask, _ = responses(problem)
+    at = prefixes.clamp(min=0), tokens.clamp(min=0)
+    p, q = (torch.where(mask, t[0].exp()[at], 0.0) for t in (problem.logp, problem.behavior_logp))
+    moved = torch.where(rewards.unsqueeze(-1) > 0, p - q, q - p)
+    dropped = (rewards != 0).unsqueeze(-1) & (moved > 0.05)
+    assume(bool(((moved - 0.05).abs() > 1e-9).all()))
+    whole = plain((token, use(tv_mask, limit=0.05, cap=math.inf)))
+    full = mean(plain((token, use(ratio))), problem)
+    assert_close(mean(whole, problem), full - by_hand(problem, x.exp() * dropped))
+
+
+@few
+@given(off)
+def test_p39_the_mask_of_far_failures_subtracts_what_it_drops(problem):
+    _, rewards, x, mask, _ = responses(problem)
+    far = x.sum(-1) / mask.sum(-1) < -0.1
+    assume(bool(((x.sum(-1) / mask.sum(-1) + 0.1).abs() > 1e-9).all()))
+    masked = plain((geometric, use(mask_negative, delta=0.1)), (token, use(ratio)))
+    full = mean(plain((token, use(ratio))), problem)
+    dropped = (far & (rewards < 0)).unsqueeze(-1)
+    assert_close(mean(masked, problem), full - by_hand(problem, x.exp() * dropped))
 
 
 @few
@@ -955,6 +1102,42 @@ def test_p45_a_reference_that_equals_the_policy_pulls_nowhere(problem):
     for member in (loss_k2, loss_k3, loss_k3_weighted, reward_k1, reward_k3):
         found = enumerated_mean(plain(penalties=(use(member, coefficient=1.0),)), problem, 1, edit)
         assert not found.any()
+
+
+@settings(max_examples=20)
+@given(batches(spread=0.5))
+def test_p46_kimi_descends_the_squared_residual(batch):
+    tau = 0.25
+    found = get("kimi", coefficient=tau)(batch)
+    live = torch.where(batch.mask, batch.logp, 0.0).requires_grad_()
+    x = (live - torch.where(batch.mask, batch.behavior_logp, 0.0)).sum(-1)
+    residual = group_mean(batch.rewards, batch.present) - tau * x
+    (found.terms.scale * residual.square() / (2 * tau)).sum().backward()
+    alive = (batch.present.sum(-1, keepdim=True) > 1).unsqueeze(-1) & batch.mask
+    assert_close(found.own, torch.where(alive, -live.grad, 0.0))
+
+
+@few
+@given(on)
+def test_p46_on_policy_kimi_is_the_gradient_of_the_group_mean(problem):
+    found = enumerated_mean(get("kimi"), problem, 2)
+    assert_close(found, objective(problem).gradient / 2)
+
+
+def test_p46_at_its_optimum_kimi_leaves_a_constant():
+    tau, reward = 0.5, torch.tensor([1.0, 0.0, -0.5]).double()
+    mu = torch.tensor([0.2, 0.5, 0.3]).double().log()
+    best = (mu + reward / tau).log_softmax(-1)
+    batch = Batch(
+        rewards=reward.view(1, 3),
+        mask=torch.ones(1, 3, 1).bool(),
+        logp=best.view(1, 3, 1),
+        behavior_logp=mu.view(1, 3, 1),
+    )
+    left = get("kimi", coefficient=tau)(batch).own.flatten() * 3
+    residual = tau * torch.logsumexp(mu + reward / tau, 0) - reward.mean()
+    assert residual.abs() > 0.1
+    assert_close(left, residual.expand(3))
 
 
 @few
