@@ -462,7 +462,12 @@ def test_p18_token_ratios_follow_the_surrogate_of_the_old_policy(problem):
 
 
 @settings(max_examples=20)
-@given(batches(prompts=(2, 4)), st.sampled_from(["grpo", "dapo", "gspo", "rloo"]))
+@given(
+    batches(prompts=(2, 4)),
+    st.sampled_from(
+        ["grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus", "gdpo", "optimal_token_baseline"]
+    ),
+)
 def test_p19_partitions_do_not_matter(batch, name):
     estimator = get(name)
     whole, terms = estimator(batch).own, batch_terms(estimator, batch)
