@@ -262,7 +262,7 @@ def own(site: Site, group_size: int, names: tuple[str, ...]) -> tuple[Tensor, Te
 
 def test_entries_of_the_class_never_lie_beyond():
     names, tried = ("rloo", "group_mean", "token_is", "prefix_is", "token_tis"), 0
-    for number in range(60):
+    for number in range(24):
         problem = drawn(number)
         size = objective(problem).gradient.square().sum()
         bias, variance = own(problem, 4, names)
@@ -272,7 +272,7 @@ def test_entries_of_the_class_never_lie_beyond():
         assert bool((best.bias <= bias + 1e-9 * size).all()), number
         assert not bool((best.variance > variance * (1 + 1e-6)).any()), number
         tried += 1
-    assert tried > 25
+    assert tried > 8
 
 
 @pytest.mark.parametrize("rescaled", [False, True])
@@ -297,6 +297,16 @@ def test_what_no_weight_reaches_is_not_a_number():
     best = attainable(form, asked, torch.full((3,), 1e9, dtype=torch.float64), rescaled=False)
     assert best.variance.isnan().tolist() == [True, True, False]
     assert_close(best.bias, floor.expand(3), relative=1e-5)
+
+
+def test_a_noisy_estimator_has_a_rival_without_bias():
+    """Where the sampler covers the policy some own-token weights have no bias at all."""
+    for site in (typical(2, 2), stale(reasoning(2048))):
+        loud = torch.full((1,), 1e6, dtype=torch.float64)
+        form = forms(ADVANTAGES[0], site, 4)
+        assert float(form.curve(torch.full_like(loud, 1e-8)).bias) > 0
+        for rescaled in (False, True):
+            assert attainable(form, 0 * loud, loud, rescaled=rescaled).bias.tolist() == [0.0]
 
 
 def test_nothing_to_learn_nothing_to_weigh():

@@ -352,7 +352,8 @@ def attainable(
         least variance at bias b  =  greatest over prices of (phi(price) - b) / price
 
     where the price at which the best weights have the given variance, or bias, attains it; an error
-    in the price counts by its square.
+    in the price counts by its square.  Where no price is too low, the least bias is the limit for
+    price 0, where bias is flat: (4 bias(price) - bias(2 price)) / 3 of the least price.
 
     Args:
         forms: of the class.
@@ -380,9 +381,10 @@ def attainable(
         return price, *figures(price)
 
     price, b, v = cross(lambda _, v: v > variance)
-    none = 1e-12 * forms.gradient.square().sum()
-    cheapest = torch.where(b < none, 0.0, b)
-    least_bias = torch.where(price < 1.01 * LEAST, cheapest, b + price * (v - variance))
+    low, double = figures(torch.tensor([LEAST, 2 * LEAST], dtype=torch.float64))[0]
+    floor = (4 * low - double) / 3
+    floor = torch.where(floor < 0.01 * low, 0.0, floor)
+    least_bias = torch.where(price < 1.01 * LEAST, floor, b + price * (v - variance))
     least_bias = torch.where(price > 0.99 * MOST, torch.nan, least_bias)
     price, b, v = cross(lambda b, _: b < bias)
     least_variance = v + (b - bias) / price
