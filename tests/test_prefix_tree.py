@@ -11,11 +11,21 @@ from checks import assert_apart, assert_close
 from problem_strategies import drawn, entry, typical
 
 from windage.estimators.admission import staleness_cap
-from windage.estimators.advantage import constant, group_mean, leave_one_out
+from windage.estimators.advantage import constant, group_mean, group_std, leave_one_out
 from windage.estimators.aggregation import sequence_mean, token_sum
 from windage.estimators.catalogue import CATALOGUE, get
-from windage.estimators.correction import Correction, keep, prefix, ratio, token, trajectory
-from windage.estimators.member import use
+from windage.estimators.correction import (
+    Correction,
+    clip,
+    geometric,
+    keep,
+    prefix,
+    ratio,
+    token,
+    trajectory,
+    truncate,
+)
+from windage.estimators.member import Member, use
 from windage.toy.behavior import with_behavior
 from windage.toy.exact.affine import affine_coefficients
 from windage.toy.exact.plan import exact
@@ -170,6 +180,47 @@ def test_products_of_corrections_multiply() -> None:
         other = exact(estimator, problem, group_size, "compositions")
         assert_close(tree.mean, other.mean)
         assert_close(tree.variance, other.variance)
+
+
+@pytest.mark.parametrize(
+    "map_", [use(clip, clip_low=0.02, clip_high=0.03), use(truncate, cap=1.01)]
+)
+@pytest.mark.parametrize("stop", [None, 1])
+def test_a_geometric_mean_is_exact_however_many_values_it_has(
+    map_: Member, stop: int | None
+) -> None:
+    """Every response has its own reward and its own ratio; some are clipped and some are not."""
+    tree = Tree(3, stop, 3)
+    random = torch.Generator().manual_seed(2)
+    logits = torch.randn(1, tree.prefixes, 3, generator=random)
+    rewards = torch.randn(1, tree.leaves, generator=random)
+    problem = with_behavior(make("many", tree, logits, rewards), "noise", sigma=0.1)
+    walk = Walk(problem)
+    means = (walk.at_leaves(walk.path_ratio) / problem.lengths).exp()
+    assert len(means.unique()) == tree.leaves and 0.2 < float((means < 1.01).double().mean()) < 0.8
+    factors = (Correction(reach=use(geometric), map=map_),)
+    own = replace(get("reinforce"), corrections=factors, aggregation=use(sequence_mean))
+    for group_size in (1, 2):
+        tree_, listed = (exact(own, problem, group_size, e) for e in ("prefix_tree", "tuples"))
+        assert_close(tree_.mean, listed.mean)
+        assert_close(tree_.variance, listed.variance)
+    shared = replace(own, advantage=use(group_std))
+    found, listed = (exact(shared, problem, 2, e) for e in ("classes", "tuples"))
+    assert_close(found.mean, listed.mean)
+    assert_close(found.variance, listed.variance)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_sums_over_responses_are_the_transpose_of_gather(number: int) -> None:
+    problem = drawn(number)
+    walk = Walk(problem)
+    random = torch.Generator().manual_seed(number)
+    tokens = torch.rand(problem.logits.shape, generator=random, dtype=torch.float64)
+    leaves = torch.rand(problem.rewards.shape, generator=random, dtype=torch.float64)
+    kernel = torch.rand(problem.logits.shape, generator=random, dtype=torch.float64)
+    for factor in (None, kernel):
+        one = dot(walk.gather(leaves, factor), tokens)
+        assert_close(dot(leaves, walk.ending(tokens, factor)), one)
 
 
 def test_an_inert_admission_is_ignored() -> None:

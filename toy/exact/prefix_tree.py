@@ -91,6 +91,9 @@ class Weights:
 def tree_weights(estimator: Estimator, walk: Walk, sign: float, leaf: Tensor | None) -> Weights:
     """Call the corrections' own maps on the log-ratios that the tree supplies.
 
+    Ratios of whole responses, products and geometric means, are taken response by response: exact
+    however many values they have.  A chain has too many responses for that, and needs their law.
+
     Args:
         estimator: read for its corrections and centering.
         walk: the sampler's measure.
