@@ -44,9 +44,9 @@ def apart(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     means, squares, drifts = zip(*parts, strict=True)
     mean = torch.stack(means)
     return Moments(
-        mean=scale * mean,
+        mean=scale * mean.unsqueeze(1),
         variance=scale**2 * (sum(squares) - mean.square().sum()),
-        drift=scale * torch.stack(drifts),
+        drift=scale * torch.stack(drifts).unsqueeze(1),
     ).shaped(problem.logits.shape)
 
 

@@ -47,10 +47,10 @@ def plain(estimator: Estimator) -> Estimator:
     return estimator
 
 
-def why_not(estimator: Estimator) -> str | None:
+def why_not(estimator: Estimator, problem: Problem) -> str | None:
     """Why the engine is not valid, of an estimator that it serves and that is otherwise plain."""
     advantage, aggregation = estimator.advantage, estimator.aggregation
-    if why := refusal(estimator):
+    if why := refusal(estimator, problem):
         return why
     if counts_tokens(estimator) and aggregation.function not in POWERS:
         return f"{aggregation.name} is not a quotient by a sum over responses"

@@ -27,7 +27,7 @@ class Subject:
 
     serves: Callable[[Estimator], bool]
     plain: Callable[[Estimator], Estimator]
-    why_not: Callable[[Estimator], str | None]
+    why_not: Callable[[Estimator, Problem], str | None]
     cost: Callable[[Estimator, Problem, int], float]
     run: Callable[[Estimator, Problem, int], Moments]
 
@@ -43,7 +43,7 @@ SUBJECTS = (
     Subject(
         serves=deviations.serves,
         plain=deviations.plain,
-        why_not=deviations.why_not,
+        why_not=lambda estimator, problem: deviations.why_not(estimator),
         cost=deviations.cost,
         run=deviations.run,
     ),
@@ -58,18 +58,20 @@ def option(
     recursion: Callable[[Estimator], str | None],
 ) -> tuple[str | None, float]:
     """Why the engine cannot, or None, and its cost; `recursion` says what trees do not know."""
-    why, least = NOTHING, float("inf")
-    for subject in filter(lambda s: s.serves(estimator), SUBJECTS):
-        found = subject.why_not(estimator) or recursion(subject.plain(estimator))
-        if found is None:
-            least = min(least, subject.cost(estimator, problem, group_size))
-        elif why == NOTHING:
-            why = found
-    return (why, 0.0) if least == float("inf") else (None, least)
+    subject = _subject(estimator)
+    if subject is None:
+        return NOTHING, 0.0
+    why = subject.why_not(estimator, problem) or recursion(subject.plain(estimator))
+    return (why, 0.0) if why else (None, subject.cost(estimator, problem, group_size))
+
+
+def _subject(estimator: Estimator) -> Subject | None:
+    """The first that serves: a denominator comes before what stands under it."""
+    return next((s for s in SUBJECTS if s.serves(estimator)), None)
 
 
 def coupled(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
-    """Mean, variance and drift by the cheapest subject that serves the estimator."""
-    valid = [s for s in SUBJECTS if s.serves(estimator) and s.why_not(estimator) is None]
-    best = min(valid, key=lambda s: s.cost(estimator, problem, group_size))
-    return best.run(estimator, problem, group_size)
+    """Mean, variance and drift, of an estimator that `option` does not refuse."""
+    subject = _subject(estimator)
+    assert subject is not None
+    return subject.run(estimator, problem, group_size)

@@ -143,9 +143,9 @@ def ratios(
         drifts.append(plain)
         variance = variance + square - mean @ mean
     return Moments(
-        mean=shared.scale * torch.stack(means),
+        mean=shared.scale * torch.stack(means).unsqueeze(1),
         variance=shared.scale**2 * variance,
-        drift=shared.scale * torch.stack(drifts),
+        drift=shared.scale * torch.stack(drifts).unsqueeze(1),
     ).shaped(problem.logits.shape)
 
 

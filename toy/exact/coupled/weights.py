@@ -39,7 +39,7 @@ def normalized(estimator: Estimator) -> Correction | None:
     return found[0] if found else None
 
 
-def refusal(estimator: Estimator) -> str | None:
+def refusal(estimator: Estimator, problem: Problem) -> str | None:
     """Why a self-normalized weight has no shared denominator here, or None."""
     found = normalized(estimator)
     if found is None:
@@ -54,6 +54,10 @@ def refusal(estimator: Estimator) -> str | None:
             return f"{found.reach.name} has a random numerator except under token_mean"
     elif aggregation.traits.scope != "response":
         return f"{aggregation.name} has another denominator than {found.reach.name}"
+    walk = Walk(problem)
+    ratios = walk.at_leaves(walk.path_ratio)[walk.leaf_flow > 0].exp()
+    if not bool(((ratios > 0) & ratios.isfinite()).all()):
+        return "a ratio of policy to sampler underflows or overflows float64"
     return None
 
 
