@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from windage.toy.network import Network, grouped
@@ -26,6 +26,8 @@ class Figure(NamedTuple):
 FIGURES: Mapping[str, Figure] = {
     "pass_at_1": Figure("mean over prompts of c / n, c right answers of n samples", "share"),
     "pass_at_k": Figure("mean over prompts of 1 - C(n - c, k) / C(n, k), k = n / 2", "share"),
+    "easy": Figure("pass_at_1 of prompts with at most one hard digit to add", "share"),
+    "hard": Figure("pass_at_1 of prompts with two hard digits to add, or more", "share"),
     "maj_at_k": Figure(
         "share of prompts whose most frequent valid answer is right, ties in part", "share"
     ),
@@ -75,6 +77,11 @@ def majority_share(
     return mine / tied.sum(-1).clamp(min=1)
 
 
+def mean_where(chosen: Bool[Tensor, "S P"], values: Float[Tensor, "S P"]) -> Float[Tensor, " S"]:
+    """Mean over the chosen prompts of each seed; 0 where none is."""
+    return (values * chosen).sum(-1) / chosen.sum(-1).clamp(min=1)
+
+
 def evaluate(
     network: Network,
     parameters: Float[Tensor, "S D"],
@@ -104,10 +111,13 @@ def evaluate(
     answers = grouped(graded.answer, prompts.shape[1])
     majority = majority_share(answers, prompts.sum(-1) % task.modulus, task.modulus)
     share = count / samples
+    hard = task.steps_that_are_hard(prompts) > 1
     responses = tokens.shape[1]
     return {
         "pass_at_1": share.mean(-1),
         "pass_at_k": pass_at(count, samples, max(1, samples // 2)).mean(-1),
+        "easy": mean_where(~hard, share),
+        "hard": mean_where(hard, share),
         "maj_at_k": majority.mean(-1),
         "invalid": 1 - graded.valid.float().mean(-1),
         "never": (count == 0).float().mean(-1),

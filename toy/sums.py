@@ -96,6 +96,10 @@ class Sums:
         place = self.modulus ** torch.arange(self.terms)
         return index.unsqueeze(-1) // place % self.modulus
 
+    def steps_that_are_hard(self, prompts: Int[Tensor, "*batch K"]) -> Int[Tensor, "*batch"]:
+        """How many of the digits to be added are hard."""
+        return (prompts[..., 1:] >= self.hard).sum(-1)
+
     def split(self, sizes: Sequence[int], among: Generators) -> tuple[Int[Tensor, "S n K"], ...]:
         """Disjoint sets of prompts, drawn without replacement.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, final
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windage.analysis.learning.world import TRAIN, World
 from windage.toy.learning import State
-from windage.toy.training import Ascent, Reference, Rule, Sampler, online
+from windage.toy.training import Ascent, Record, Reference, Rule, Sampler, online
 
 Reward = Literal["plus or minus", "zero or one", "constant"]
 
@@ -29,6 +29,7 @@ class Drawn:
         optimizer: sgd, adam or adafactor.
         passes: updates with each batch.
         reference: of a penalty.
+        batch: prompts drawn; an admission may take fewer.
     """
 
     steps: int = 120
@@ -38,13 +39,16 @@ class Drawn:
     optimizer: str = "sgd"
     passes: int = 1
     reference: Reference | None = None
+    batch: int = 32
 
     def quarters(self) -> list[int]:
         """The start, and every quarter of the run."""
         return sorted({0, *(self.steps * i // 4 for i in range(1, 5))})
 
-    def walk(self, rule: Rule, place: World) -> Iterator[State]:
-        """32 prompts with 8 responses a batch."""
+    def walk(
+        self, rule: Rule, place: World, *, admit: Callable[[Record], Record] = lambda record: record
+    ) -> Iterator[State]:
+        """8 responses to each prompt of a batch; `admit` says what of it is trained on."""
         grade = {"plus or minus": place.grade, "zero or one": place.right, "constant": constant}
         return online(
             place.network,
@@ -58,6 +62,8 @@ class Drawn:
             steps=self.steps,
             passes=self.passes,
             reference=self.reference,
+            batch=self.batch,
+            admit=admit,
         )
 
 

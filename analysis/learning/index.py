@@ -13,6 +13,7 @@ STUDIES: dict[str, str] = {
     "iterated": "sample, curate, train, again",
     "passes": "several passes over one batch, with and without a clip",
     "reference": "when the reference policy is refreshed",
+    "admission": "dynamic sampling, dropping what is slow, time-outs: easy and hard prompts",
     "starting_point": "the recommended recipe against each of its parts removed",
     "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }

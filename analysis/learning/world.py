@@ -27,7 +27,7 @@ BASES: dict[str, tuple[Sums, Demonstrator]] = {
     "mid": (Sums(), Demonstrator(easy=0.10, hard=0.45, malformed=0.25)),
     "easy": (Sums(), Demonstrator(easy=0.04, hard=0.25, malformed=0.15)),
 }
-FIT, SPLIT, DATA, TRAIN, TEST = range(5)
+FIT, SPLIT, DATA, TRAIN, TEST, TIME = range(6)
 
 
 @final
