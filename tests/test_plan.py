@@ -95,8 +95,10 @@ def test_many_distinct_rewards_are_refused_with_the_size_and_the_limit() -> None
     assert "would touch" in found["tuples"] and "e+116" in found["tuples"]
     huge = {o.engine: o.refusal for o in options(get("grpo"), many(), 10_000)}
     assert "would touch inf numbers" in huge["tuples"]
-    chosen = plan(get("grpo"), problem, 64)
+    assert plan(get("grpo"), problem, 64).engine == "coupled"
+    chosen = plan(get("dapo"), problem, 64)
     assert chosen.engine == "sampling"
+    found = {o.engine: o.refusal for o in options(get("dapo"), problem, 64)}
     assert set(found) == set(OPTIONS) - {"transfer"}
     for engine, why in found.items():
         assert f"{engine}: {why}" in chosen.reason
@@ -220,7 +222,9 @@ def test_groups_of_one_are_fine_where_responses_are_not_compared(name: str) -> N
 
 
 def test_an_engine_that_does_not_exist_is_undefined() -> None:
-    with refused("engine coupled does not serve rloo", error=Undefined):
+    with refused("engine sampling does not serve rloo", error=Undefined):
+        exact(get("rloo"), typical(), 2, "sampling")
+    with refused("engine coupled is not valid: no ratio couples", error=Undefined):
         exact(get("rloo"), typical(), 2, "coupled")
 
 

@@ -13,10 +13,10 @@ from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
 from windage.toy.exact import penalties
 from windage.toy.exact.affine import affine, by_response
-from windage.toy.exact.automata import automaton, refusal
+from windage.toy.exact.automata import automaton, cost, refusal
 from windage.toy.exact.classes import classes, count_classes
+from windage.toy.exact.coupled import engine as couplings
 from windage.toy.exact.moments import Moments, Undefined
-from windage.toy.exact.transfer import cells
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
 
@@ -59,7 +59,7 @@ INERT = {"versions", "truncated", "elapsed"}
 
 def undefined(estimator: Estimator, problem: Site, group_size: int) -> str | None:
     """Why an estimator has no meaning on a problem at all, or None."""
-    needs = replace(estimator, admission=()).needs
+    needs = estimator.needs_beside_admission
     for field, words in LACKS.items():
         if field in needs and getattr(problem, field, None) is None:
             return f"needs {words}, which a problem does not have"
@@ -159,13 +159,21 @@ def _listing(count: Callable[..., float]) -> Callable[..., tuple[str | None, flo
 
 
 def _transfer(estimator: Estimator, chain: Chain, group_size: int) -> tuple[str | None, float]:
-    why = _recursion(estimator) or _penalized(estimator) or refusal(estimator)
-    return why, 5 * cells(chain)
+    why = _recursion(estimator) or _penalized(estimator) or refusal(estimator, chain)
+    return why, cost(estimator, chain)
+
+
+def _coupled(estimator: Estimator, problem: Problem, group_size: int) -> tuple[str | None, float]:
+    def unknown(rest: Estimator) -> str | None:
+        return _recursion(rest) or _penalized(rest)
+
+    return couplings.option(estimator, problem, group_size, unknown)
 
 
 OPTIONS: dict[str, Callable[[Estimator, Any, int], tuple[str | None, float]]] = {
     "prefix_tree": _prefix_tree,
     "classes": _classes,
+    "coupled": _coupled,
     "compositions": _listing(count_multisets),
     "tuples": _listing(count_tuples),
     "transfer": _transfer,
@@ -176,6 +184,7 @@ RUNS: dict[str, Callable[[Estimator, Any, int], Moments]] = {
     "by_response": by_response,
     "affine": affine,
     "classes": classes,
+    "coupled": couplings.coupled,
     "compositions": multisets,
     "tuples": tuples,
     "transfer": automaton,

@@ -12,7 +12,7 @@ from windage.estimators.advantage import group_mean, group_std, leave_one_out
 from windage.estimators.estimator import Estimator
 from windage.toy.exact import penalties
 from windage.toy.exact.coupled.by_reward import ByReward
-from windage.toy.exact.coupled.gated import CUT, LIST, WORK, Gate, gated_spread, linear
+from windage.toy.exact.coupled.gated import CUT, LIST, MODES, WORK, Gate, gated_spread, linear
 from windage.toy.exact.coupled.spread import FAR, PITCH, TOLERANCE, Law, totals
 from windage.toy.exact.coupled.sums import common
 from windage.toy.exact.moments import Moments, Undefined
@@ -21,8 +21,8 @@ from windage.toy.exact.tuples import ways
 from windage.toy.problems import Problem
 
 # Numbers that a call of a stage is worth, whatever its size; passes over each number of a table
-# without a gate; modes of waves a number of a table, by the root of the group size.
-CALL, PASSES, WAVES = 2e4, 2.0, 20.0
+# without a gate and with one, there for waves by the root of the group size.
+CALL, PASSES, TABLES = 2e4, 2.0, 4.0
 
 
 def serves(estimator: Estimator) -> bool:
@@ -156,11 +156,11 @@ def _pairs(rewards: Tensor, group_size: int, nodes: Tensor, width: Tensor) -> fl
     tables = float((nodes * width.square()).sum())
     if unit is not None:
         levels = siblings * float(rewards[-1] - rewards[0]) / unit + 1
-        return 20 * tables + 20 * levels * float(nodes.sum())
+        return TABLES * tables + TABLES * levels * float(nodes.sum())
     if (listed := ways(count, siblings)) <= LIST / (siblings + 1):
-        return 20 * tables + 20 * listed * float(nodes.sum()) / (1 if len(nodes) == 1 else 3)
+        return TABLES * (tables + listed * float(nodes.sum()))
     # the characteristic function of many rewards is about 1 / sqrt(count) away from 0
-    modes = min(WORK / count**2, 1e5)
+    modes = max(MODES, WORK / count**2)
     if (count ** (-siblings / 2)) * math.sqrt(math.factorial(min(siblings, 20))) > modes**1.5 * CUT:
         return 10 * listed
-    return WAVES * math.sqrt(group_size) * tables
+    return TABLES * math.sqrt(group_size) * tables

@@ -31,8 +31,9 @@ from windage.toy.exact.tuples import ways
 
 # Numbers that a list of multisets may hold, and how many times a lattice's levels it may have.
 LIST, LEVEL = 1e7, 4.0
-# What waves should cut off, and may at most, in units of |D|; numbers that are worth it.
-CUT, LOOSE, WORK = 1e-11, 100.0, 2e9
+# What waves should cut off, and may at most, in units of |D|; numbers that are worth it,
+# and modes that always are.
+CUT, LOOSE, WORK, MODES = 1e-11, 100.0, 2e9, 512
 
 
 @final
@@ -103,7 +104,7 @@ def chosen(rewards: Float[Tensor, " w"], nodes: Tilted, unit: float | None, half
         return Listed(rewards=rewards)
     if unit is not None:
         return Lattice(rewards=rewards, unit=unit)
-    most = int(WORK / (len(nodes.law) * len(rewards) ** 2))
+    most = max(MODES, int(WORK / (len(nodes.law) * len(rewards) ** 2)))
     waves, cut = settle(rewards, nodes, half, tolerance=CUT * half, most=most)
     if cut > LOOSE * CUT * half:
         raise Undefined(
