@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exact_moments import machine
+from exact import machine
 from torch import Tensor
 
 from windage.estimators.catalogue import get
