@@ -230,7 +230,10 @@ def spread(values: Sequence[float], gap: float) -> list[float]:
 
 
 def name_lines(
-    axes: Any, xs: Sequence[float], series: Mapping[str, Sequence[float | None]]
+    axes: Any,
+    xs: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
+    colors: Mapping[str, str] | None = None,
 ) -> None:
     """Write the name of each line at its last point, apart from one another.
 
@@ -238,6 +241,7 @@ def name_lines(
         axes: with limits already set.
         xs: shared by all lines.
         series: values by name; None is a gap.
+        colors: by name; None: of the estimator's family.
     """
     ends: dict[float, list[tuple[float, str]]] = {}
     for name, values in series.items():
@@ -256,7 +260,7 @@ def name_lines(
                 textcoords="offset points",
                 va="center",
                 fontsize=7.5,
-                color=FAMILIES[family(name)][0],
+                color=FAMILIES[family(name)][0] if colors is None else colors[name],
                 annotation_clip=False,
             )
 

@@ -26,6 +26,7 @@ from windage.analysis.terminal import Rendered
 PAGES = {
     "audit": "windage.analysis.audit.page",
     "claims": "windage.analysis.claims.page",
+    "learn": "windage.analysis.learning.page",
     "study": "windage.analysis.studies.study_page",
 }
 
