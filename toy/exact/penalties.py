@@ -50,6 +50,8 @@ def refusal(estimator: Estimator) -> str | None:
             return f"{penalty.name} looks at more than its own token or response"
         if penalty.traits.scope not in ("token", "response"):
             return f"{penalty.name} looks beyond its own response"
+        if not by_response and penalty.traits.scope != "token":
+            return f"{penalty.name} looks at other tokens of its response"
         if place == "loss":
             sorts.add(by_response)
     return "penalties in the loss by token and by response" if len(sorts) > 1 else None

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from windage.estimators.advantage import batch_std, group_mean, terminal_rewards
+from windage.estimators.advantage import batch_std, constant, terminal_rewards
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import Member, use
 from windage.estimators.whitening import whitened_group_mean, whitened_returns
@@ -180,7 +180,7 @@ def expand(prompts: list[Prompt], p: int, tilt: Tilt, nodes: Nodes, advantage: M
 def batch(shared: Shared, problem: Problem, group_size: int) -> Moments:
     """Mean, variance and drift of an estimator whose advantage has statistics of the batch."""
     advantage = shared.estimator.advantage
-    counted: Estimator = replace(shared.estimator, advantage=use(group_mean))
+    counted: Estimator = replace(shared.estimator, advantage=use(constant))
 
     def each(prompts: list[Prompt], p: int, tilt: Tilt, nodes: Nodes) -> Expansion:
         return expand(prompts, p, tilt, nodes, advantage)
