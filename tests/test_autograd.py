@@ -8,19 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from checks import assert_close
-from problem_strategies import drawn, entry
+from problem_strategies import drawn, entry, typical
 from torch import Tensor
 
 from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.estimator import coefficients, surrogate
-from windage.toy.exact.plan import exact, options
+from windage.toy.exact.plan import exact, options, undefined
 from windage.toy.exact.tuples import Responses, accepted, every_tuple
 from windage.toy.problems import Problem
 
 RELATIVE = 1e-9
 Advantage = Callable[[Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-NAMES = [name for name in CATALOGUE if name != "ppo"]
+NAMES = [name for name, e in CATALOGUE.items() if not undefined(e, typical(), 2)]
 
 
 def smooth(number: int) -> Problem | None:
@@ -73,6 +73,8 @@ def of_the_surrogate(name: str, problem: Problem, group_size: int) -> tuple[Tens
 @pytest.mark.parametrize("name", NAMES)
 def test_every_engine_equals_autograd_of_the_surrogate(name: str) -> None:
     for problem in first_problems(7_000 + 50 * NAMES.index(name), 3):
+        if undefined(entry(name, problem), problem, 2):
+            continue
         if (expected := of_the_surrogate(name, problem, 2)) is not None:
             assert agreeing(name, problem, 2, *expected) >= 2
 
