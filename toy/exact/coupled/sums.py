@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Protocol, final, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from windage.toy.exact.tuples import ways
@@ -54,7 +54,7 @@ class Tilted:
     weights: Float[Tensor, "2 n"]
     siblings: int
 
-    def thresholds(self, values: Float[Tensor, " R"], rows: slice) -> Float[Tensor, "k R"]:
+    def thresholds(self, values: Shaped[Tensor, " R"], rows: slice) -> Shaped[Tensor, "k R"]:
         """Thresholds tau for some k and every l."""
         return (self.siblings + 1) * values[rows, None] - values
 
