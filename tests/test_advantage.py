@@ -27,18 +27,20 @@ from windage.estimators.advantage import (
     batch_std,
     constant,
     gae,
+    gae_by_length,
     group_mean,
     group_std,
     leave_one_out,
     returns_to_go,
     terminal_rewards,
+    value_targets,
     whiten,
 )
 from windage.estimators.aggregation import token_sum
 from windage.estimators.catalogue import get
 from windage.estimators.member import use
 from windage.toy.objective import objective
-from windage.toy.problems import token_tree
+from windage.toy.problems import Tree, make, token_tree
 
 GROUP = (constant, group_mean, leave_one_out, group_std, batch_std)
 NAN, INF = float("nan"), float("inf")
@@ -113,7 +115,51 @@ def test_a_wrong_critic_biases_lambda_below_one():
     assert_apart(mean, objective(problem).gradient, at_least=1e-3)
 
 
+def test_a_lambda_by_length_is_biased_with_the_exact_critic_and_only_where_lengths_vary():
+    problem = token_tree(3)
+    exact = with_values(problem, Brute(problem, problem.logp).value)
+    by_length = replace(critic(), advantage=use(gae_by_length, alpha=0.5))
+    mean = enumerated_mean(by_length, problem, 1, exact)
+    assert_apart(mean, objective(problem).gradient, at_least=1e-2)
+    tree = Tree(2, None, 3)
+    fixed = make("fixed", tree, torch.linspace(-1, 1, 14).view(1, 7, 2), torch.eye(8)[:1])
+    exact = with_values(fixed, Brute(fixed, fixed.logp).value)
+    assert_close(enumerated_mean(by_length, fixed, 1, exact), objective(fixed).gradient)
+
+
 # Relations
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.data(), st.sampled_from([0.05, 0.4, 2]))
+def test_a_lambda_by_length_is_gae_with_that_lambda(mask, data, alpha):
+    mask = torch.tensor(mask)
+    rewards, values = data.draw(numbers(len(mask))), data.draw(numbers(len(mask)))
+    length = max(1, int(mask.sum()))
+    lam = max(0.0, 1 - 1 / (alpha * length))
+    found = gae_by_length(rewards, values, mask, gamma=0.9, alpha=alpha)
+    assert_close(found, gae(rewards, values, mask, gamma=0.9, lam=lam))
+    batch = torch.stack([mask, torch.zeros_like(mask)])
+    both = gae_by_length(rewards.expand_as(batch), values.expand_as(batch), batch, alpha=alpha)
+    assert_close(both[0], gae_by_length(rewards, values, mask, alpha=alpha))
+    assert not both[1].any()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=5), st.data(), st.sampled_from([0.0, 0.5, 1.0]))
+def test_targets_of_a_critic_have_a_lambda_of_their_own(mask, data, lam):
+    mask = torch.tensor(mask)
+    rewards, values = data.draw(numbers(len(mask))), data.draw(numbers(len(mask)))
+    found = value_targets(rewards, values, mask, gamma=0.5, lam=lam)
+    advantages = gae(rewards, values, mask, gamma=0.5, lam=lam)
+    assert_close(found, torch.where(mask, values + advantages, 0.0))
+    whole = value_targets(rewards, values, mask, gamma=0.5)
+    assert_close(whole, returns_to_go(rewards, mask, gamma=0.5))
+
+
+def test_a_lambda_by_length_needs_an_alpha_above_0():
+    tokens = torch.ones(1)
+    for wrong, words in (({"alpha": 0.0}, "alpha is 0"), ({"gamma": 1.5}, "gamma is 1.5")):
+        with refused(words):
+            gae_by_length(tokens, tokens, tokens.bool(), **wrong)
 
 
 @given(matrices)

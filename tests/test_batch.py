@@ -269,3 +269,32 @@ def test_the_width_of_the_padding_does_not_matter():
 
     for name in ("grpo", "gspo", "dapo", "prefix_is", "suffix_is"):
         assert_invariant(lambda by, n=name: get(n)(widen(by)).own[..., :3], 0, 1, 5)
+
+
+# Components of a reward
+
+
+def test_components_are_placed_like_rewards_and_may_miss_where_a_reward_does():
+    parts = [[1.0, 0.5], [0.0, 0.25], None, [0.5, 0.75]]
+    batch = rows(group_size=3, components=parts)
+    assert batch.components.shape == (2, 3, 2)
+    assert batch.components[:, :2].tolist() == [[parts[0], [0.0, 0.0]], [parts[1], parts[3]]]
+    assert not batch.components[:, 2].any()
+    assert batch.select([1]).components.tolist() == batch.components[[1]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([[1.0], [0.0, 0.2], None, [0.5, 0.1]], ("row 0", "of length 1", "2 numbers")),
+        ([[1.0, 0.0], None, None, [0.5, 0.1]], ("row 1", "components is None")),
+        ([[1.0, 0.0], [0.0, None], None, [0.5, 0.1]], ("row 1", "components is None")),
+        (
+            [[1.0, 0.0], [0.0, NAN], None, [0.5, 0.1]],
+            ("components is nan", "row 1", "group p", "component 1"),
+        ),
+    ],
+)
+def test_components_that_are_not_numbers_are_named(parts, words):
+    with refused(*words):
+        rows(components=parts)

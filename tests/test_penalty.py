@@ -15,6 +15,7 @@ from windage.estimators.catalogue import get
 from windage.estimators.member import use
 from windage.estimators.penalty import (
     LIMIT,
+    adapted,
     ema,
     entropy,
     k1,
@@ -25,6 +26,7 @@ from windage.estimators.penalty import (
     loss_k3,
     loss_k3_weighted,
     overlong_shaping,
+    positive_nll,
     reward_k1,
     reward_k2,
     reward_k3,
@@ -237,3 +239,38 @@ def test_k1_in_the_loss_pulls_nowhere_on_average():
     x = p.log() - torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     assert_zero((p * loss_k1(x, coefficient=1.0)) @ (torch.eye(3).double() - p))
     assert (p * loss_k2(x, coefficient=1.0)) @ (torch.eye(3).double() - p)[:, 0] < -0.1
+
+
+def test_the_likelihood_of_correct_responses_climbs_their_probability():
+    """In one step; over several tokens the same, for all tokens of a response have one weight."""
+    problem = token_tree(3)
+    alone = replace(get("reinforce"), penalties=(use(positive_nll, coefficient=0.3),))
+    with_it, without = (
+        enumerated_mean(e, problem, 1) for e in (alone, replace(alone, penalties=()))
+    )
+    right = replace(problem, rewards=(problem.rewards > 0).double())
+    assert_close(with_it - without, 0.3 * objective(right).gradient)
+
+
+def test_the_likelihood_looks_at_outcomes_before_shaping():
+    batch = Batch.from_rows(
+        [-0.5, 0.5], "aa", mask=[[1], [1]], logp=[[-1.0]] * 2, outcomes=[1.0, 0.0]
+    )
+    with_it = replace(get("group_mean"), penalties=(use(positive_nll),))
+    added = with_it(batch).own - get("group_mean")(batch).own
+    assert_close(added, [[[0.05], [0.0]]])
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from([0.0, 0.005, 0.3]))
+def test_the_coefficient_moves_towards_the_target_entropy_within_bounds(last, entropy_, step):
+    found = adapted(last, entropy_, target=0.4, step=step, low=0.1, high=0.8)
+    assert 0.1 <= found <= 0.8
+    if 0.1 + step <= last <= 0.8 - step:
+        assert_close(found - last, step if entropy_ <= 0.4 else -step)
+
+
+def test_a_coefficient_without_bounds_in_order_is_refused():
+    with refused("low is 0.5, high is 0.1"):
+        adapted(0.2, 0.1, low=0.5, high=0.1)
+    with refused("step is -1"):
+        adapted(0.2, 0.1, step=-1.0)
