@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from windage.analysis.studies.best import beside_frontier
+from windage.analysis.studies.bounds import figure_bounds
 from windage.analysis.studies.decision import decided
 from windage.analysis.studies.figures import NAMES, from_moments, from_sample
 from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, by_site, cells, site_of
@@ -53,6 +54,7 @@ SAMPLED_CELLS = 2e7
 # Seconds of work for which other processes, which import torch first, are worth starting.
 MUCH = 4.0
 BEYOND = "beyond the range of float64: the squared length of a gradient"
+BOUNDED = "; the law of the log-ratio is approximate, figures are within error_bound"
 
 Row = dict[str, Any]
 Advance = Callable[[int, int], None]
@@ -236,6 +238,7 @@ def row(
             **dict.fromkeys(NAMES),
             **_tail(goal),
             "standard_error": None,
+            "error_bound": None,
             "reason": str(problem_),
         }
     return filled(estimator, goal, group_size, chosen, *measured)
@@ -249,6 +252,7 @@ def filled(
     mean: Tensor,
     figures: Figures,
     errors: Mapping[str, float] | None = None,
+    bounds: Figures | None = None,
 ) -> dict[str, Any]:
     """The row of figures that were measured; those beyond float64 are None, and it says so."""
     endless = [k for k, v in figures.items() if v is not None and not math.isfinite(v)]
@@ -259,7 +263,8 @@ def filled(
         **{name: _finite(value) for name, value in figures.items()},
         **_tail(goal),
         "standard_error": errors,
-        "why": chosen.reason,
+        "error_bound": bounds,
+        "why": chosen.reason + (BOUNDED if bounds else ""),
         **({"reason": f"beyond the range of float64: {', '.join(endless)}"} if endless else {}),
     }
 
@@ -305,8 +310,8 @@ def _measure(
     engine: str,
     seed: int,
     samples: int | None,
-) -> tuple[Tensor, Figures, dict[str, float] | None]:
-    """Mean, figures and standard errors (None where the engine is exact).
+) -> tuple[Tensor, Figures, dict[str, float] | None, Figures | None]:
+    """Mean, figures, standard errors (None: nothing was drawn) and bounds (None: exact).
 
     Raises:
         Undefined: the estimator has no meaning here, or its mean exceeds float64.
@@ -316,10 +321,11 @@ def _measure(
             if isinstance(problem, Chain):
                 raise Undefined("chains are not sampled")
             most = samples or _affordable(estimator, problem, group_size)
-            return _sampled(estimator, problem, goal, group_size, seed, most)
+            return *_sampled(estimator, problem, goal, group_size, seed, most), None
         moments = compute(estimator, problem, group_size, engine)
         _check_range(moments.mean, goal)
-        return moments.mean, from_moments(moments, goal, problem.rewards), None
+        figures = from_moments(moments, goal, problem.rewards)
+        return moments.mean, figures, None, figure_bounds(moments, goal, figures)
     except OverflowError:
         raise Undefined(BEYOND) from None
 

@@ -140,7 +140,12 @@ def _affine(
 
 
 def _bounded(found: Moments, errors: Float[Tensor, "P 3"]) -> Moments:
-    """Moments with bounds, from the errors of each prompt's mean, mean square and drift."""
+    """Moments with bounds, from the errors of each prompt's mean, mean square and drift.
+
+    Without errors they are exact: a limit of the map that no response meets makes none.
+    """
+    if not bool(errors.any()):
+        return found
     mean, square, drift = errors.unbind(1)
     length = found.mean.flatten(1).norm(dim=1)
     variance = (square + (2 * length + mean) * mean).sum()

@@ -57,11 +57,6 @@ class Tables:
         """Whether the kernel changes at the token whose score is counted."""
         return bool(((self.before != self.own) | (self.own != self.after)).any())
 
-    @property
-    def tilts(self) -> bool:
-        """Whether the kernel is another than the sampler's."""
-        return any(bool(x.any()) for x in (self.before, self.own, self.after))
-
 
 def constant(map_: Member) -> bool:
     """Whether a map gives one weight for all ratios at each sign of the advantage."""

@@ -69,13 +69,13 @@ class Steps:
     Args:
         kernel: measure of each token at each state.
         score: weighted, maybe centered, score of the token by the logits of its own state.
-        factor: f(t) of a response of t + 1 tokens.
+        factor: f(t) of a response of t + 1 tokens; may have axes before those of the kernel.
         passage: kernels behind a counted token where they differ from the one before it.
     """
 
     kernel: Inexact[Tensor, "*batch S V"]
     score: Float[Tensor, "*batch S V V"]
-    factor: Float[Tensor, "*#batch T"]
+    factor: Inexact[Tensor, "*other T"]
     passage: Passage | None = None
 
 
@@ -109,13 +109,16 @@ def transfer(steps: Steps, successor: Int[Tensor, "S V"], start: int) -> Ended:
     here[..., 0, start, :masses] = 1.0
     even = bool((steps.factor == steps.factor[..., :1]).all())
     most = float(go[..., :masses].abs().sum(-2).max())
-    if even and horizon * math.log(max(most, 1.0)) < SAFE:
+    safe = horizon * math.log(max(most, 1.0)) < SAFE
+    if even and safe:
         stopped, cut = _sum(here, _doubled(go, horizon, then), horizon, then)
         ended = torch.cat([then(stopped, stop), cut], -2).squeeze(-3)
         ended = ended * steps.factor[..., 0][..., None, None]
     else:
-        growth = torch.stack([_growth(go[..., i]) for i in range(masses)]).amax(0)
-        ended = _rescaled(here, (go, stop), growth, steps.factor, then)
+        growth = None
+        if not safe:
+            growth = torch.stack([_growth(go[..., i]) for i in range(masses)]).amax(0)
+        ended = _by_length(here, (go, stop), growth, steps.factor, then)
     return _read(ended, steps)
 
 
@@ -150,27 +153,30 @@ def _sum(
     return total, here
 
 
-def _rescaled(
-    here: Tensor, ways: tuple[Tensor, Tensor], growth: Tensor, factor: Tensor, then: Then
+def _by_length(
+    here: Tensor, ways: tuple[Tensor, Tensor], growth: Tensor | None, factor: Tensor, then: Then
 ) -> Tensor:
-    """Sums with a factor for every length, of a kernel divided by its growth."""
+    """Sums with a factor for every length, of a kernel divided by its growth where one is given."""
     go, stop = ways
     horizon = factor.shape[-1]
-    log_up = (growth * horizon).clamp(min=0)
-    log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
-    scaled = factor * log_factor[..., :-1].exp()
-    last = factor[..., -1] * log_factor[..., -1].exp()
-    doubled = _doubled(go * (-growth).exp()[..., None, None, None], horizon, then)
-    stopped = then(_weighted(here, doubled, scaled, then), stop)
+    last = factor[..., -1]
+    if growth is not None:
+        log_up = (growth * horizon).clamp(min=0)
+        log_factor = growth.unsqueeze(-1) * torch.arange(horizon + 1) - log_up.unsqueeze(-1)
+        factor = factor * log_factor[..., :-1].exp()
+        last = last * log_factor[..., -1].exp()
+        go = go * (-growth).exp()[..., None, None, None]
+    doubled = _doubled(go, horizon, then)
+    stopped = then(_weighted(here, doubled, factor, then), stop)
     for i, stretch in enumerate(doubled):
         if horizon >> i & 1:
             here = then(here, stretch)
     ended = torch.cat([stopped, here * last[..., None, None, None]], -2).squeeze(-3)
-    return ended * log_up.exp()[..., None, None]
+    return ended if growth is None else ended * log_up.exp()[..., None, None]
 
 
 def _then(
-    first: Inexact[Tensor, "*batch I J D"], second: Inexact[Tensor, "*batch J K D"]
+    first: Inexact[Tensor, "*batch I J D"], second: Inexact[Tensor, "*other J K D"]
 ) -> Inexact[Tensor, "*batch I K D"]:
     """Stretches of tokens after stretches of tokens: mass, squared norm and mean on the last axis.
 
@@ -186,7 +192,7 @@ def _then(
 
 
 def _then_passing(
-    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*batch J K D"]
+    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*other J K D"]
 ) -> Float[Tensor, "*batch I K D"]:
     """The same where kernels change: three masses a, b, c, norm q, then means u and v.
 
@@ -253,7 +259,7 @@ def _growth(mass: Inexact[Tensor, "*batch S S"]) -> Float[Tensor, "*batch"]:
 
 
 def _weighted(
-    here: Tensor, doubled: Sequence[Tensor], factor: Float[Tensor, "*batch T"], then: Then
+    here: Tensor, doubled: Sequence[Tensor], factor: Inexact[Tensor, "*other T"], then: Then
 ) -> Tensor:
     """Sum over t of f(t) times what follows `here` after t tokens.
 
