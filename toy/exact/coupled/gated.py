@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import final
 
 import torch
@@ -25,7 +26,17 @@ from torch import Tensor
 
 from windage.toy.exact.coupled.by_reward import ByReward
 from windage.toy.exact.coupled.spread import FAR, PITCH, TOLERANCE, Law, centers, pieces
-from windage.toy.exact.coupled.sums import CELLS, Lattice, Listed, Sums, Tilted, common, settle
+from windage.toy.exact.coupled.sums import (
+    CELLS,
+    Lattice,
+    Listed,
+    Sums,
+    Tilted,
+    Waves,
+    common,
+    counting,
+    settle,
+)
 from windage.toy.exact.moments import Undefined
 from windage.toy.exact.tuples import ways
 
@@ -33,7 +44,7 @@ from windage.toy.exact.tuples import ways
 LIST, LEVEL = 1e7, 4.0
 # What waves should cut off, and may at most, in units of |D|; numbers that are worth it,
 # and modes that always are.
-CUT, LOOSE, WORK, MODES = 1e-11, 100.0, 2e9, 512
+CUT, LOOSE, WORK, MODES = 1e-11, 10.0, 2e9, 512
 
 
 @final
@@ -105,44 +116,66 @@ def chosen(rewards: Float[Tensor, " w"], nodes: Tilted, unit: float | None, half
     if unit is not None:
         return Lattice(rewards=rewards, unit=unit)
     most = max(MODES, int(WORK / (len(nodes.law) * len(rewards) ** 2)))
-    waves, cut = settle(rewards, nodes, half, tolerance=CUT * half, most=most)
-    if cut > LOOSE * CUT * half:
+    find = counting if len(nodes.law) == 1 else partial(settle, most=most)
+    waves, cut = find(rewards, nodes, half, tolerance=CUT * half)
+    if cut > LOOSE * CUT * half or len(waves.modes) > most:
         raise Undefined(
             f"the sum of {nodes.siblings} siblings' rewards takes too many values to list and is "
-            f"not smooth: {waves.modes} waves leave an error of about {cut / half:.0e}"
+            f"not smooth: {len(waves.modes)} waves leave an error of about {cut / half:.0e}"
         )
     return waves
 
 
 def linear(law: Law, factor: float) -> Gate:
     """A gate for advantages factor * (r - m)."""
-    g, r = law.group_size, law.rewards
-    gate = Gate(law)
-    nodes = Tilted(
-        law=law.mass.unsqueeze(0),
-        own=torch.ones((1, len(r)), dtype=r.dtype),
-        weights=torch.tensor([[factor], [factor**2]], dtype=r.dtype),
-        siblings=g - 2,
-    )
-    half = 2 * g * float(r[-1] - r[0])
+    gate, r = Gate(law), law.rewards
+    nodes = _untilted(law, factor)
+    half = 2 * law.group_size * float(r[-1] - r[0])
     gate.add(chosen(r, nodes, common(r), half), nodes, slice(0, len(r)))
     return gate
+
+
+def _untilted(law: Law, factor: float) -> Tilted:
+    """The rewards' own law, for advantages factor * (r - m)."""
+    return Tilted(
+        law=law.mass.unsqueeze(0),
+        own=torch.ones((1, len(law.rewards)), dtype=law.rewards.dtype),
+        weights=torch.tensor([[factor], [factor**2]], dtype=law.rewards.dtype),
+        siblings=law.group_size - 2,
+    )
 
 
 def gated_spread(law: Law) -> Gate:
     """A gate for advantages (r - m) / (std + eps)."""
     gate, unit = Gate(law), common(law.rewards)
-    varying = law.varying
+    varying, smooth = law.varying, False
     for t, first, second in zip(*(x.tolist() for x in law.nodes()), strict=True):
         left = 0.0
         for nodes, here in _tilts(law, t, (first, second), 1e-24 * varying):
             q = nodes.law
             left += float((q.sum(1).pow(law.group_size) - q.pow(law.group_size).sum(1)).sum())
-            r = law.rewards[here]
-            gate.add(chosen(r, nodes, unit, _half(law, t)), nodes, here)
+            sums = chosen(law.rewards[here], nodes, unit, _half(law, t))
+            if isinstance(sums, Waves) and not smooth:
+                smooth = _smooth(law)
+            gate.add(sums, nodes, here)
         if law.group_size * PITCH / math.sqrt(math.pi) * left <= TOLERANCE * varying:
             break
     return gate
+
+
+def _smooth(law: Law) -> bool:
+    """Whether the modes of untilted rewards that count are the first ones.
+
+    Raises:
+        Undefined: the characteristic function comes back, as that of a lattice with noise does.
+    """
+    half = 2 * law.group_size * float(law.rewards[-1] - law.rewards[0])
+    waves, _ = counting(law.rewards, _untilted(law, 1.0), half, tolerance=CUT * half)
+    if int(waves.modes[-1]) > 4 * len(waves.modes):
+        raise Undefined(
+            "rewards are almost, but not quite, multiples of one number: sums are rough"
+        )
+    return True
 
 
 def _half(law: Law, t: float) -> float:

@@ -35,6 +35,8 @@ from windage.toy.exact.tuples import ways
 LEVELS, WHOLE = 100_000, 1e-13
 # Numbers in one table; numbers in a list of siblings that is kept between calls.
 CELLS, SMALL = 1_000_000, 100_000
+# Modes that are looked at where the characteristic function may come back.
+SCAN = 1 << 18
 
 
 @final
@@ -206,22 +208,21 @@ class Waves:
     Args:
         rewards: ascending.
         half: L, at least twice the largest |tau - S| that matters.
-        modes: how many.
+        modes: which m, all odd.
     """
 
     rewards: Float[Tensor, " R"]
     half: float
-    modes: int
+    modes: Int[Tensor, " M"]
 
     def frequencies(self) -> Float[Tensor, " M"]:
         """The modes' w."""
-        odd = 2 * torch.arange(self.modes, dtype=self.rewards.dtype) + 1
-        return odd * (math.pi / self.half)
+        return self.modes.to(self.rewards.dtype) * (math.pi / self.half)
 
     def coefficients(self) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
         """Of cosines in |x| and of sines in x |x|."""
         w = self.frequencies()
-        turn = 1.0 - 2.0 * (torch.arange(self.modes) % 2)
+        turn = 2.0 - self.modes % 4
         return -4 / (self.half * w.square()), 4 * turn / w.square() - 8 / (self.half * w**3)
 
     def characteristic(self, nodes: Tilted) -> Tensor:
@@ -230,15 +231,14 @@ class Waves:
         single = torch.complex(nodes.law @ phase.cos(), -(nodes.law @ phase.sin()))
         return single.pow(nodes.siblings) if nodes.siblings else torch.ones_like(single)
 
-    def cut(self, nodes: Tilted) -> float:
-        """Estimate of the terms behind the last mode, from those of the last half of the modes."""
-        size = self.characteristic(nodes).abs() * self.coefficients()[0].abs()
-        return float(size[:, self.modes // 2 :].square().sum(1).sqrt().max())
+    def sizes(self, nodes: Tilted) -> Float[Tensor, " M"]:
+        """Largest coefficient of each mode in E|tau - S| over the nodes."""
+        return (self.characteristic(nodes).abs() * self.coefficients()[0].abs()).amax(0)
 
     def tables(self, nodes: Tilted, rows: slice) -> Float[Tensor, "6 k R"]:
         """By one matrix product for each part of the series and for each power of tau - S."""
         one, two, three = self._polynomials(nodes, rows)
-        step = max(1, CELLS // (self.modes * len(self.rewards)))
+        step = max(1, CELLS // (len(self.modes) * len(self.rewards)))
         law = self.characteristic(nodes)
         even, odd = self.coefficients()
         w = self.frequencies().unsqueeze(1)
@@ -282,11 +282,29 @@ class Waves:
 def settle(
     rewards: Float[Tensor, " R"], nodes: Tilted, half: float, *, tolerance: float, most: int
 ) -> tuple[Waves, float]:
-    """Waves with enough modes for a tolerance, or `most`; and the estimate of what is cut off."""
-    modes = 32
+    """Waves with enough modes for a tolerance, or `most`; and the estimate of what is cut off.
+
+    The estimate is the root of the squares of the last half of the modes: it cannot know of a
+    characteristic function that comes back later, which `counting` looks for.
+    """
+    count = 32
     while True:
-        waves = Waves(rewards=rewards, half=half, modes=modes)
-        cut = waves.cut(nodes)
-        if cut <= tolerance or 2 * modes > most:
+        waves = Waves(rewards=rewards, half=half, modes=2 * torch.arange(count) + 1)
+        cut = float(waves.sizes(nodes)[count // 2 :].norm())
+        if cut <= tolerance or 2 * count > most:
             return waves, cut
-        modes *= 2
+        count *= 2
+
+
+def counting(
+    rewards: Float[Tensor, " R"], nodes: Tilted, half: float, *, tolerance: float
+) -> tuple[Waves, float]:
+    """Waves of the modes that count among the first `SCAN`, and the estimate of what is cut off."""
+    kept, dropped, last = [], 0.0, 0.0
+    for some in (2 * torch.arange(SCAN) + 1).split(max(1, CELLS // len(rewards))):
+        sizes = Waves(rewards=rewards, half=half, modes=some).sizes(nodes)
+        counts = sizes > tolerance / math.sqrt(SCAN)
+        kept.append(some[counts])
+        dropped += float(sizes[~counts].square().sum())
+        last += float(sizes[some > SCAN].square().sum())
+    return Waves(rewards=rewards, half=half, modes=torch.cat(kept)), math.sqrt(dropped + last)
