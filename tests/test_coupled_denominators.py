@@ -381,3 +381,13 @@ def test_it_is_chosen_where_counting_is_long() -> None:
         assert plan(get(name), problem, 16).engine == "coupled"
         assert consider("classes", get(name), problem, 16).cost > 1e4
     assert math.isfinite(consider("coupled", get("cispo"), problem, 4096).cost)
+
+
+def test_it_is_chosen_where_tokens_are_thousands() -> None:
+    """Counting convolves the other prompts' tokens: minutes at these lengths."""
+    lengths = torch.tensor([1500, 3000, 900, 4000])
+    rewards = torch.tensor([1.0, 0.0, 1.0, 0.0]).expand(3, 4)
+    logits = torch.linspace(-1, 1, 12).view(3, 1, 4)
+    problem = make("long", Tree(4, None, 1), logits, rewards, lengths=lengths)
+    for name in ("cispo", "icepop", "dapo"):
+        assert plan(get(name), problem, 4).engine == "coupled"

@@ -13,9 +13,10 @@ from windage.estimators.estimator import Estimator
 from windage.toy.chains import Chain
 from windage.toy.exact import penalties
 from windage.toy.exact.affine import affine, by_response
-from windage.toy.exact.automata import automaton, cost, refusal
-from windage.toy.exact.classes import classes, count_classes
+from windage.toy.exact.automata import automaton, cost, refusal, sweep
+from windage.toy.exact.classes import classes, count_classes, counts_tokens
 from windage.toy.exact.coupled import engine as couplings
+from windage.toy.exact.kept import kept
 from windage.toy.exact.moments import Moments, Undefined
 from windage.toy.exact.tuples import count_multisets, count_tuples, multisets, tuples
 from windage.toy.problems import Problem
@@ -144,6 +145,9 @@ def _classes(estimator: Estimator, problem: Problem, group_size: int) -> tuple[s
     terms = count_classes(estimator, problem, group_size)
     kinds = max(len(kinds) for kinds in problem.kinds)
     cost = 10.0 * terms * (group_size + kinds) + 12.0 * kinds * problem.logits.numel()
+    if counts_tokens(estimator):  # a convolution over the other prompts' tokens
+        pairs = problem.prompts * (problem.prompts - 1)
+        cost += pairs * float(group_size * int(problem.lengths.max())) ** 2
     return None, cost
 
 
@@ -261,8 +265,21 @@ def exact(
     return compute(estimator, problem, group_size, engine)
 
 
-def compute(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Moments:
+def compute(
+    estimator: Estimator,
+    problem: Site,
+    group_size: int,
+    engine: str,
+    among: tuple[int, ...] = (),
+) -> Moments:
     """Run an exact engine that `plan` or `consider` found valid.
+
+    Args:
+        estimator: has a meaning on the problem.
+        problem: keeps what other group sizes share.
+        group_size: responses of a prompt.
+        engine: its name.
+        among: group sizes that will be asked for: a recursion over states serves all at once.
 
     Raises:
         Undefined: the estimator has no meaning here, or a ratio of policy to sampler is so large
@@ -270,7 +287,13 @@ def compute(estimator: Estimator, problem: Site, group_size: int, engine: str) -
     """
     if engine == "prefix_tree":
         engine = "by_response" if estimator.advantage.traits.scope == "response" else "affine"
-    found = RUNS[engine](estimator, problem, group_size)
+    if isinstance(problem, Chain) and group_size in among:
+        sizes = tuple(g for g in among if undefined(estimator, problem, g) is None)
+        key = "group sizes", estimator, sizes
+        (every,) = kept(problem, key, sweep, [(estimator, problem)], sizes)
+        found = every[sizes.index(group_size)]
+    else:
+        found = RUNS[engine](estimator, problem, group_size)
     if not bool(torch.isfinite(found.variance + found.drift.sum())):
         raise Undefined("a ratio of policy to sampler overflows float64")
     return replace(found, variance=found.variance.clamp(min=0.0))
