@@ -63,3 +63,46 @@ def test_a_large_document_is_one_line(wide, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MANY", 72)
     report.write(wide, tmp_path)
     assert (tmp_path / "study.json").read_text().count("\n") > 73
+
+
+ENTRIES = ("rloo", "dr_grpo", "grpo", "dapo", "token_tis", "trajectory_is", "topr", "centered")
+
+
+def alone(settings, row):
+    """The same row, asked for by itself."""
+    key, keys = row["estimator"], settings.sweep
+    behavior = {**settings.behavior[1], **{k: row[k] for k in ("steps",) if k in keys}}
+    problem = {**settings.problem[1], **{k: row[k] for k in ("horizon",) if k in keys}}
+    (found,) = run(
+        Settings(
+            problem=(settings.problem[0], problem),
+            behavior=(settings.behavior[0], behavior),
+            estimators=((key, {}),),
+            group_size=row["group_size"],
+        )
+    )["rows"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("problem", "horizons", "tolerance"),
+    [("token_tree", (2, 3), 0.0), ("reasoning", (5, 8), 1e-12)],
+)
+def test_swept_rows_are_those_asked_for_alone(problem, horizons, tolerance):
+    """Whatever estimators, group sizes and samplers share."""
+    settings = Settings(
+        problem=(problem, {}),
+        estimators=tuple((name, {}) for name in ENTRIES),
+        behavior=("stale", {"rate": 0.5}),
+        sweep={"steps": (0, 3), "group_size": (2, 3, 7), "horizon": horizons},
+    )
+    swept = run(settings)["rows"]
+    assert len(swept) == 12 * len(ENTRIES)
+    for row in swept[:: 7 if problem == "token_tree" else 11]:
+        single = alone(settings, row)
+        assert row["engine"] == single["engine"] not in (None, "sampling")
+        for name in ("scale", "relative_bias", "variance", "drift"):
+            bound = tolerance * max(1.0, abs(single[name]))
+            assert abs(row[name] - single[name]) <= bound, (row["estimator"], name)
+        gaps = [abs(a - b) for a, b in zip(row["mean"], single["mean"], strict=True)]
+        assert max(gaps) <= tolerance

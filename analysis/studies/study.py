@@ -158,6 +158,7 @@ def in_turn(settings: Settings, here: Sequence[Cell]) -> Iterator[tuple[int, Row
     """The rows of cells with one problem and sampler, by number; equal ones are computed once."""
     site = site_of(settings, here[0])
     goal, apart = objective(site), mismatch(site)
+    sizes = tuple(int(g) for g in settings.sweep.get("group_size", (settings.group_size,)))
     bound: dict[tuple[str, Given], Estimator] = {}
     known: dict[tuple[Any, ...], Row] = {}
     for cell in here:
@@ -166,7 +167,7 @@ def in_turn(settings: Settings, here: Sequence[Cell]) -> Iterator[tuple[int, Row
             bound[cell.estimator] = bind(get(name, **dict(given)), site)
         key = cell.estimator, cell.group_size
         if key not in known:
-            chosen = (settings.engine, settings.seed, settings.samples)
+            chosen = (settings.engine, settings.seed, settings.samples, sizes)
             known[key] = row(bound[cell.estimator], site, goal, cell.group_size, *chosen)
         yield cell.number, {**known[key], **apart, **cell.point}
 
@@ -222,14 +223,25 @@ def row(
     engine: str = "auto",
     seed: int = 0,
     samples: int | None = None,
+    among: tuple[int, ...] = (),
 ) -> dict[str, Any]:
-    """One estimator's row; figures that have no meaning are None, and `reason` says why."""
+    """One estimator's row; figures that have no meaning are None, and `reason` says why.
+
+    Args:
+        estimator: with its constant length bound.
+        problem: with its sampler.
+        goal: the problem's objective.
+        group_size: responses of a prompt.
+        engine, seed, samples: as in `Settings`.
+        among: group sizes that will be asked for.
+    """
     chosen: Plan | None = None
     try:
         if why := undefined(estimator, problem, group_size):
             raise Undefined(why)
         chosen = _choose(estimator, problem, group_size, engine)
-        measured = _measure(estimator, problem, goal, group_size, chosen.engine, seed, samples)
+        draws = seed, samples
+        measured = _measure(estimator, problem, goal, group_size, chosen.engine, draws, among)
     except Undefined as problem_:
         return {
             **_head(estimator, group_size),
@@ -308,8 +320,8 @@ def _measure(
     goal: Objective,
     group_size: int,
     engine: str,
-    seed: int,
-    samples: int | None,
+    draws: tuple[int, int | None],
+    among: tuple[int, ...],
 ) -> tuple[Tensor, Figures, dict[str, float] | None, Figures | None]:
     """Mean, figures, standard errors (None: nothing was drawn) and bounds (None: exact).
 
@@ -320,9 +332,9 @@ def _measure(
         if engine == "sampling":
             if isinstance(problem, Chain):
                 raise Undefined("chains are not sampled")
-            most = samples or _affordable(estimator, problem, group_size)
-            return *_sampled(estimator, problem, goal, group_size, seed, most), None
-        moments = compute(estimator, problem, group_size, engine)
+            most = draws[1] or _affordable(estimator, problem, group_size)
+            return *_sampled(estimator, problem, goal, group_size, draws[0], most), None
+        moments = compute(estimator, problem, group_size, engine, among)
         _check_range(moments.mean, goal)
         figures = from_moments(moments, goal, problem.rewards)
         return moments.mean, figures, None, figure_bounds(moments, goal, figures)
