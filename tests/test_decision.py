@@ -178,6 +178,22 @@ def test_edges():
     assert crossover(Error(0.0, 1.0), Error(0.0, 2.0)) is None
 
 
+def made(name, bias, variance):
+    """A row of a gradient of length 2 with a scale of 1."""
+    figures = {"relative_bias": bias, "variance": variance, "scale": 1.0, "gradient_norm": 2.0}
+    rescaled = {"relative_bias_rescaled": bias, "variance_rescaled": variance}
+    return {"estimator": name, "group_size": 5, "standard_error": None, **figures, **rescaled}
+
+
+def test_the_quietest_unbiased_entry_is_the_rival():
+    rows = [made("loud", 0.0, 40.0), made("biased", 0.5, 4.0), made("quiet", 1e-12, 20.0)]
+    found = decided(rows, prompts=3)
+    assert [row["crossover_against"] for row in found] == [None, "quiet", None]
+    assert found[1]["crossover_groups"] == 3 * 17 and found[1]["crossover_responses"] == 15 * 17
+    wrong = {**made("wrong", 0.0, 1.0), "scale": -1.0}
+    assert decided([*rows, wrong], prompts=3)[1]["crossover_against"] == "quiet"
+
+
 def test_figures_beyond_float64_leave_no_infinity():
     row = {"estimator": "x", "group_size": 2, "standard_error": None, "scale": 1.0}
     row |= {"relative_bias": 1e200, "variance": 1e300, "gradient_norm": 1e-100}

@@ -283,8 +283,8 @@ def test_points_of_the_curve_attain_themselves(rescaled):
         (curve.bias_rescaled, curve.variance_rescaled) if rescaled else (curve.bias, curve.variance)
     )
     best = attainable(form, *pair, rescaled=rescaled)
-    assert_close(best.bias, pair[0], relative=1e-8)
-    assert_close(best.variance, pair[1], relative=1e-6)
+    assert_close(best.bias, pair[0], relative=1e-10)
+    assert_close(best.variance, pair[1], relative=1e-9)
     away = attainable(form, pair[0] * 1.1, pair[1] * 1.1, rescaled=rescaled)
     assert bool((away.bias < pair[0]).all()) and bool((away.variance < pair[1]).all())
 

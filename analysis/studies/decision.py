@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
@@ -30,7 +31,11 @@ WHOLE = 2**53
 FORMS = ("", "_rescaled")
 NEEDED = ("groups_needed", "responses_needed", "groups_needed_reason")
 CROSSED = ("crossover_groups", "crossover_responses", "crossover_against")
-NAMES = tuple(n + form for n in ("relative_error_by_groups", *NEEDED, *CROSSED) for form in FORMS)
+EMPTY: dict[str, dict[str, Any]] = {
+    form: dict.fromkeys(n + form for n in ("relative_error_by_groups", *NEEDED, *CROSSED))
+    for form in FORMS
+}
+NAMES = tuple(name for form in FORMS for name in EMPTY[form])
 
 
 class Error(NamedTuple):
@@ -117,15 +122,15 @@ def decided(
         keys: of the sweep: rows are compared where they have the same values.
         wanted: root mean squared error, in units of |grad J|.
     """
+    places = [tuple(row.get(key) for key in keys) for row in rows]
     points: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        points.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    quiet = {(at, f): _quietest(here, f) for at, here in points.items() for f in FORMS}
+    for at, row in zip(places, rows, strict=True):
+        points.setdefault(at, []).append(row)
+    quiet = {at: [_quietest(here, form) for form in FORMS] for at, here in points.items()}
     out = []
-    for row in rows:
+    for at, row in zip(places, rows, strict=True):
         made = dict(row)
-        for form in FORMS:
-            against = quiet[tuple(row.get(key) for key in keys), form]
+        for form, against in zip(FORMS, quiet[at], strict=True):
             made |= _columns(row, form, prompts, wanted, against)
         out.append(made)
     return out
@@ -145,11 +150,17 @@ def _quietest(rows: Sequence[Row], form: str) -> Row | None:
     return min(found, key=lambda row: row[f"variance{form}"], default=None)
 
 
+@cache
+def _labels(prompts: int) -> tuple[tuple[int, str], ...]:
+    """Numbers of batches, and of groups in words."""
+    return tuple((n, str(n * prompts)) for n in BATCHES)
+
+
 def _columns(
     row: Row, form: str, prompts: int, wanted: float, against: Row | None
 ) -> dict[str, Any]:
     """The columns of one form; None where the row has no figures, with the reason."""
-    out: dict[str, Any] = dict.fromkeys(name for name in NAMES if _form(name) == form)
+    out = dict(EMPTY[form])
     error = error_of(row, form)
     if form and (row["scale"] or 0.0) <= 0:
         error = None
@@ -158,11 +169,14 @@ def _columns(
         out[f"groups_needed_reason{form}"] = missing
         return out
     groups, group_size = prompts, row["group_size"]
-    out[f"relative_error_by_groups{form}"] = {str(n * groups): error.after(n) for n in BATCHES}
+    bias, variance = error
+    out[f"relative_error_by_groups{form}"] = {
+        label: math.sqrt(bias + variance / n) for n, label in _labels(prompts)
+    }
     batches = batches_needed(error, wanted)
     if batches is None:
-        bias = math.sqrt(error.bias)
-        out[f"groups_needed_reason{form}"] = f"the bias alone is {bias:.3g}, above {wanted:g}"
+        why = f"the bias alone is {math.sqrt(bias):.3g}, above {wanted:g}"
+        out[f"groups_needed_reason{form}"] = why
     else:
         out[f"groups_needed{form}"] = groups * batches
         out[f"responses_needed{form}"] = groups * batches * group_size
@@ -175,7 +189,3 @@ def _columns(
         out[f"crossover_responses{form}"] = groups * crossed * group_size
         out[f"crossover_against{form}"] = against["estimator"]
     return out
-
-
-def _form(name: str) -> str:
-    return FORMS[1] if name.endswith(FORMS[1]) else ""
