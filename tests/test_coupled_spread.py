@@ -206,6 +206,18 @@ def test_gates_over_many_rewards_agree_between_laws(monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.parametrize(("count", "group_size"), [(60, 16), (30, 64)])
+def test_a_gate_that_never_closes_is_no_gate(count: int, group_size: int) -> None:
+    """By waves and lists over signs against one integral without them."""
+    problem = arms(count)
+    open_ = get("grpo", clip_low=1.0, clip_high=1e6)
+    plain = replace(open_, corrections=get("token_is").corrections)
+    found = exact(open_, problem, group_size, "coupled")
+    same(found, exact(plain, problem, group_size, "coupled"))
+    closed = exact(get("grpo", clip_low=0.1), problem, group_size, "coupled")
+    assert_apart(closed.mean, found.mean)
+
+
 def test_a_lattice_with_noise_is_no_smooth_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its characteristic function comes back far behind the first modes."""
     problem = arms(60, decimals=2)

@@ -96,7 +96,14 @@ class Gate:
         )
 
 
-def chosen(rewards: Float[Tensor, " w"], nodes: Tilted, unit: float | None, half: float) -> Sums:
+def chosen(
+    rewards: Float[Tensor, " w"],
+    nodes: Tilted,
+    unit: float | None,
+    half: float,
+    *,
+    once: bool = False,
+) -> Sums:
     """The cheapest exact law of the siblings' sum, or enough waves.
 
     Args:
@@ -104,6 +111,7 @@ def chosen(rewards: Float[Tensor, " w"], nodes: Tilted, unit: float | None, half
         nodes: its measures.
         unit: of a lattice, if the rewards lie on one.
         half: of a period of the waves.
+        once: whether there is but this law, so that a search among many modes pays.
 
     Raises:
         Undefined: the sum takes too many values to list and too few to be smooth.
@@ -116,7 +124,7 @@ def chosen(rewards: Float[Tensor, " w"], nodes: Tilted, unit: float | None, half
     if unit is not None:
         return Lattice(rewards=rewards, unit=unit)
     most = max(MODES, int(WORK / (len(nodes.law) * len(rewards) ** 2)))
-    find = counting if len(nodes.law) == 1 else partial(settle, most=most)
+    find = counting if once else partial(settle, most=most)
     waves, cut = find(rewards, nodes, half, tolerance=CUT * half)
     if cut > LOOSE * CUT * half or len(waves.modes) > most:
         raise Undefined(
@@ -131,7 +139,7 @@ def linear(law: Law, factor: float) -> Gate:
     gate, r = Gate(law), law.rewards
     nodes = _untilted(law, factor)
     half = 2 * law.group_size * float(r[-1] - r[0])
-    gate.add(chosen(r, nodes, common(r), half), nodes, slice(0, len(r)))
+    gate.add(chosen(r, nodes, common(r), half, once=True), nodes, slice(0, len(r)))
     return gate
 
 
@@ -171,7 +179,7 @@ def _smooth(law: Law) -> bool:
     """
     half = 2 * law.group_size * float(law.rewards[-1] - law.rewards[0])
     waves, _ = counting(law.rewards, _untilted(law, 1.0), half, tolerance=CUT * half)
-    if int(waves.modes[-1]) > 4 * len(waves.modes):
+    if int(waves.modes[-1:].sum()) > 4 * len(waves.modes):
         raise Undefined(
             "rewards are almost, but not quite, multiples of one number: sums are rough"
         )

@@ -119,7 +119,7 @@ def centers(
 
     Example:
         >>> centers(torch.tensor([0.0, 1.0, 9.0]), 1.5, 0.5, 0.25)
-        tensor([-0.0000, 0.5000, 1.0000])
+        tensor([0.0000, 0.5000, 1.0000, 1.5000])
     """
     low = torch.maximum(rewards[1:] - reach, rewards[0] - tail)
     high = torch.minimum(rewards[:-1] + reach, rewards[-1] + tail)

@@ -238,7 +238,7 @@ class Waves:
     def tables(self, nodes: Tilted, rows: slice) -> Float[Tensor, "6 k R"]:
         """By one matrix product for each part of the series and for each power of tau - S."""
         one, two, three = self._polynomials(nodes, rows)
-        step = max(1, CELLS // (len(self.modes) * len(self.rewards)))
+        step = max(1, CELLS // max(1, len(self.modes) * len(self.rewards)))
         law = self.characteristic(nodes)
         even, odd = self.coefficients()
         w = self.frequencies().unsqueeze(1)
