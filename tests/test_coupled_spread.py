@@ -206,7 +206,7 @@ def test_gates_over_many_rewards_agree_between_laws(monkeypatch: pytest.MonkeyPa
     )
 
 
-@pytest.mark.parametrize(("count", "group_size"), [(60, 16), (30, 64)])
+@pytest.mark.parametrize(("count", "group_size"), [(40, 24), (30, 64)])
 def test_a_gate_that_never_closes_is_no_gate(count: int, group_size: int) -> None:
     """By waves and lists over signs against one integral without them."""
     problem = arms(count)

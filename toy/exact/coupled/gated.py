@@ -172,14 +172,17 @@ def gated_spread(law: Law) -> Gate:
 
 
 def _smooth(law: Law) -> bool:
-    """Whether the modes of untilted rewards that count are the first ones.
+    """Whether the modes of untilted rewards that count are those that `settle` stops at.
 
     Raises:
         Undefined: the characteristic function comes back, as that of a lattice with noise does.
     """
-    half = 2 * law.group_size * float(law.rewards[-1] - law.rewards[0])
-    waves, _ = counting(law.rewards, _untilted(law, 1.0), half, tolerance=CUT * half)
-    if int(waves.modes[-1:].sum()) > 4 * len(waves.modes):
+    r, nodes = law.rewards, _untilted(law, 1.0)
+    half = 2 * law.group_size * float(r[-1] - r[0])
+    first, _ = settle(r, nodes, half, tolerance=CUT * half, most=MODES)
+    found, _ = counting(r, nodes, half, tolerance=CUT * half)
+    missed = found.sizes(nodes)[found.modes > first.modes[-1]].norm()
+    if float(missed) > LOOSE * CUT * half:
         raise Undefined(
             "rewards are almost, but not quite, multiples of one number: sums are rough"
         )
