@@ -92,6 +92,10 @@ def test_processes_end_with_the_one_that_started_them(sent, tmp_path):
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.05)
     if sent == signal.SIGINT:
+        for name in os.listdir(folder):
+            os.kill(int(name), sent)
+        time.sleep(0.5)
+        assert all(alive(int(name)) for name in os.listdir(folder)), "the parent ends them"
         os.killpg(running.pid, sent)  # as a terminal does
     else:
         running.kill()
