@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +219,11 @@ def test_excess_is_what_the_curve_leaves(found):
         attained = row["relative_bias"] - row["excess_bias"]
         assert attained**2 <= least * (1 + 1e-9) + 1e-12
         assert attained**2 >= 0.7 * least - 1e-9
+        order = np.argsort(bias)
+        least = np.interp(row["relative_bias"] ** 2, bias[order], variance[order])
+        quietest = row["variance"] / (1 + row["excess_variance"])
+        inside = row["relative_bias"] ** 2 >= bias.min()
+        assert 0.7 * least <= quietest <= least * (1 + (1e-9 if inside else 1e-2))
         mse = bias * norm**2 + variance / 4
         mine = row["relative_bias"] ** 2 * norm**2 + row["variance"] / 4
         assert mine / mse.min() / (1 + row["excess_error"]) * 1.05 >= 1 and row["excess_error"] > -1
@@ -295,8 +301,13 @@ def test_chi_squared_by_length_by_enumeration(tmp_path):
         assert_close(value, prompt["mu_y"] @ np.square(first) - 1)
 
 
-def test_a_chain_has_the_shares_of_its_tree():
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_chain_has_the_shares_of_its_tree(dropped):
     chain = stale(reasoning(5, (0.3, 0.7)))
+    if dropped:
+        behavior = chain.behavior_logp.clone()
+        behavior[:, 1, 2] = -math.inf
+        chain = replace(chain, behavior_logp=behavior.log_softmax(-1))
     problem, _ = unrolled(chain)
     found, expected = mismatch(chain), mismatch(problem)
     for name in expected:
@@ -328,6 +339,10 @@ def test_shares_are_of_the_weights_that_are_drawn():
             share = (first.square() / second).mean()
             assert_close(found["effective_share_response"], share)
             assert 0 < found["effective_share_response"] <= 1 + 1e-12
+            token = walk.log_ratio.exp()
+            first, second = ((walk.flow * token**k).sum((1, 2)) for k in (1, 2))
+            share = (first.square() / second / walk.flow.sum((1, 2))).mean()
+            assert_close(found["effective_share_token"], share)
             assert math.isfinite(found["chi_squared_response"])
 
 
