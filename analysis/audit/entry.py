@@ -41,7 +41,7 @@ def audit(
     estimator = subject.estimator
     name = target or estimator.name
     wanted = set(ALL_PROPERTIES if only is None else only)
-    bare = replace(subject, estimator=replace(estimator, penalties=()))
+    bare = replace(subject, estimator=_bare(estimator))
     rows = _moment_rows(bare.estimator, name, wanted, seed)
     for claim in estimator.claims:
         if claim.property in coefficients.DECIDED and claim.property in wanted:
@@ -58,6 +58,11 @@ def audit(
                 rows.append(judged(name, property, worst(known)))
     order = list(ALL_PROPERTIES)
     return sorted(rows, key=lambda row: order.index(row.property))
+
+
+def _bare(estimator: Estimator) -> Estimator:
+    """The estimator without its penalties."""
+    return replace(estimator, penalties=())
 
 
 def _guarded(decide: Callable[..., Finding | None], *arguments: Any) -> Finding | None:
@@ -113,7 +118,7 @@ def _row(name: str, claim: Claim, finding: Finding, estimator: Estimator) -> Row
     """
     row = judged(name, claim.property, finding, claimed=claim.describe(), holds=claim.holds)
     published = CATALOGUE.get(estimator.name)
-    changed = published is None or published.settings != estimator.settings
+    changed = published is None or _bare(published).settings != _bare(estimator).settings
     if changed and not claim.holds and row.verdict == "holds":
         return replace(row, ok=None)
     return row
