@@ -8,7 +8,7 @@ import sys
 
 from windage.analysis.learning.index import STUDIES
 from windage.cli.common import whole
-from windage.cli.output import one_thread, progress, show, write
+from windage.cli.output import progress, show, write
 from windage.estimators.errors import unknown
 
 
@@ -29,8 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.study is not None and arguments.study not in STUDIES:
         raise unknown("study", arguments.study, STUDIES)
     names = tuple(STUDIES) if arguments.study is None else (arguments.study,)
-    one_thread()
     from windage.analysis.learning import document
+    from windage.analysis.workers import processors
 
     with progress("arms") as advance:
         found = document.run(
@@ -38,6 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             quick=arguments.quick,
             seeds=arguments.seeds,
             seed=arguments.seed,
+            processes=processors(),
             advance=advance,
         )
     if arguments.out is not None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from windage.analysis.learning.recipes import effective, scaled, without_baseline
-from windage.analysis.learning.recorded import Recorded
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.recorded import BATCH, Recorded
+from windage.analysis.learning.study import FULL, Arm, Ordering, Panel, Point, Size, Study
 from windage.analysis.learning.world import DATA, World
 from windage.toy.learning import State
 from windage.toy.training import Record
@@ -24,20 +25,40 @@ GROUP_SIZE, EPOCHS, RESPONSES = 32, 6, 5_000
 
 
 def composed(record: Record, p: float, number: int, place: World) -> Record:
-    """So many responses of a record of which a share p is right, drawn without replacement."""
+    """So many responses of a record of which a share p is right."""
     rows = []
     for s, generator in enumerate(place.generators(DATA)):
-        order = torch.randperm(record.tokens.shape[1], generator=generator)
-        right = record.rewards[s, order] > 0
+        right = record.rewards[s] > 0
         positives = round(p * number)
-        rows.append(torch.cat([order[right][:positives], order[~right][: number - positives]]))
+        rows.append(
+            torch.cat(
+                [
+                    drawn(right.nonzero().squeeze(1), positives, generator),
+                    drawn((~right).nonzero().squeeze(1), number - positives, generator),
+                ]
+            )
+        )
     return replace(record, group_size=1).take(torch.stack(rows))
+
+
+def drawn(rows: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """So many of the rows; all of them before any comes twice."""
+    rounds = [
+        rows[torch.randperm(len(rows), generator=generator)]
+        for _ in range(1 + number // max(1, len(rows)))
+    ]
+    return torch.cat(rounds)[:number]
+
+
+def responses(size: Size) -> int:
+    """How many are recorded."""
+    return RESPONSES * size.train // FULL.train
 
 
 def walk(entry: str, p: float, share: float, size: Size, place: World) -> Iterator[State]:
     """Train on data of a composition, with the baseline that gives positives a share."""
     plan = Recorded(prompts=size.train, group_size=GROUP_SIZE, epochs=size.of(EPOCHS))
-    number = RESPONSES * size.train // 512
+    number = responses(size)
     record = composed(place.record(size.train, GROUP_SIZE), p, number, place)
     c, factor = effective(share, p)
     return plan.along(record, scaled(without_baseline(entry, baseline=c), factor), place)
@@ -51,7 +72,7 @@ def name(entry: str, p: float) -> str:
 
 def arms(size: Size) -> Sequence[Arm]:
     """TOPR over all shares, truncated weights on both signs at two of them."""
-    updates = RESPONSES * size.train // 512 // 256 * size.of(EPOCHS)
+    updates = responses(size) // BATCH * size.of(EPOCHS)
     cells = [("topr", p, share) for p in PARTS for share in SHARES]
     cells += [("tis_both_signs", p, share) for p in PARTS for share in FEW]
     return [

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
-from windage.analysis.learning.study import FULL, LEVEL, Study
-from windage.analysis.learning.study import run as run_study
+import torch
+
+from windage.analysis.learning.study import FULL, LEVEL, Evaluations, Size, Study, gathered, trained
+from windage.analysis.workers import side_by_side
 from windage.toy.scores import FIGURES
 
 SCHEMA = "windage/learn/1"
 Advance = Callable[[int, int], None]
+Job = tuple[str, Size, int, int]
 
 
 def study(name: str) -> Study:
@@ -28,33 +32,34 @@ def run(
     quick: bool,
     seeds: int | None,
     seed: int,
+    processes: int = 1,
     advance: Advance = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Run studies at their quick or full size.
+    """Run studies at their quick or full size; the processes change no number.
 
     Args:
         names: of the studies.
         quick: few seeds and short training.
         seeds: replicates; None: the size's own.
         seed: of the first replicate.
+        processes: that share the arms.
         advance: told after each arm how many of how many are done.
     """
     begin = perf_counter()
     chosen = [(s, s.quick if quick else FULL) for s in map(study, names)]
     sized = [(s, size if seeds is None else replace(size, seeds=seeds)) for s, size in chosen]
-    total = sum(len(s.arms(size)) for s, size in sized)
+    jobs = [(s.name, size, seed, i) for s, size in sized for i in range(len(s.arms(size)))]
+    found: dict[Job, Evaluations] = {}
+    shared = side_by_side(_apart, jobs, processes) if processes > 1 else chain(*map(_apart, jobs))
+    for job, evaluations in shared:
+        found[job] = evaluations
+        advance(len(found), len(jobs))
     rows: list[dict[str, Any]] = []
     orderings: list[dict[str, Any]] = []
-    done = 0
-
-    def one_more() -> None:
-        nonlocal done
-        done += 1
-        advance(done, total)
-
     for s, size in sized:
-        found, judged = run_study(s, size, seed, one_more)
-        rows += found
+        mine = [found[job] for job in jobs if job[0] == s.name]
+        more, judged = gathered(s, size, mine)
+        rows += more
         orderings += judged
     return {
         "schema": SCHEMA,
@@ -76,3 +81,10 @@ def run(
         "seed": seed,
         "seconds": perf_counter() - begin,
     }
+
+
+def _apart(job: Job) -> Iterator[tuple[Job, Evaluations]]:
+    """One arm, on one thread; a process keeps the bases that it has fitted."""
+    torch.set_num_threads(1)
+    name, size, seed, number = job
+    yield job, trained(study(name).arms(size)[number], size, seed)

@@ -50,12 +50,12 @@ ARMS: dict[str, tuple[str, Curate]] = {
 }
 
 
-def walk(entry: str, curate: Curate, prompts: int, place: World) -> Iterator[State]:
+def walk(entry: str, curate: Curate, prompts: int, rounds: int, place: World) -> Iterator[State]:
     """Rounds of drawing from the current policy and training on what it said."""
     among = place.generators(TRAIN)
     here = place.start
     yield State(step=0, parameters=here, norm=here.new_zeros(len(here)))
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, rounds + 1):
         source = Source(place.network, here, Sampler(), among)
         drawn = source.draw(place.train[:, :prompts], GROUP_SIZE, place.grade)
         record = replace(curate(drawn), group_size=1)
@@ -81,8 +81,8 @@ def arms(size: Size) -> Sequence[Arm]:
             name=name,
             panel=panel,
             base=base,
-            walk=partial(walk, entry, curate, min(256, size.train)),
-            marks=range(ROUNDS + 1),
+            walk=partial(walk, entry, curate, min(256, size.train), size.of(ROUNDS)),
+            marks=range(size.of(ROUNDS) + 1),
         )
         for panel, base in BASES.items()
         for name, (entry, curate) in ARMS.items()

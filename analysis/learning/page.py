@@ -90,8 +90,15 @@ def place(row: Row) -> float:
     return float(row["step"] if row["x"] is None else row["x"])
 
 
+def names_width(rows: Sequence[Row]) -> float:
+    """Inches that the longest name of an arm takes beside the axes."""
+    return 0.2 + 0.065 * max(len(row["arm"]) for row in rows)
+
+
 def paint(canvas: Any, panel: Row, rows: Sequence[Row]) -> Iterator[Later]:
     """One plot a figure of the panel: a line an arm, its interval over seeds as a band."""
+    inside = WIDTH * len(panel["figures"])
+    canvas.get_layout_engine().set(rect=(0, 0, inside / (inside + names_width(rows)), 1))
     grid = canvas.subplots(1, len(panel["figures"]), squeeze=False)[0]
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     colors = {arm: COLORS[number % len(COLORS)] for number, arm in enumerate(arms)}
@@ -127,7 +134,7 @@ def figure(document: Document, study: Row, panel: Row) -> Figure:
     return draw(
         f"learn-{study['name']}-{number}",
         lambda canvas: paint(canvas, panel, rows),
-        size=(WIDTH * len(panel["figures"]) + 1.4, HEIGHT),
+        size=(WIDTH * len(panel["figures"]) + names_width(rows), HEIGHT),
         caption=f"{panel['name']}: mean over {seeds} seeds on held-out prompts; the band is the "
         "95 % interval (Student's t).",
         alt=f"{study['title']} {panel['name']}.",

@@ -154,29 +154,34 @@ class Study:
     quick: Size = QUICK
 
 
-Measured = dict[tuple[str, str, float | None], dict[int, dict[str, np.ndarray]]]
+Evaluations = dict[int, dict[str, np.ndarray]]
+Measured = dict[tuple[str, str, float | None], Evaluations]
 
 
-def run(
-    study: Study, size: Size, seed: int, advance: Callable[[], None]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train every arm and judge the orderings: rows, and what became of each statement.
+def trained(arm: Arm, size: Size, seed: int) -> Evaluations:
+    """Train one arm: its figures after the updates that it names.
 
     Args:
-        study: what to run.
+        arm: which.
         size: how much.
         seed: of the first replicate; the others follow.
-        advance: told after each arm.
     """
     seeds = tuple(range(seed, seed + size.seeds))
-    found: Measured = {}
-    rows: list[dict[str, Any]] = []
-    for arm in study.arms(size):
-        place = world(arm.base, seeds, steps=size.fit, train=size.train, held=size.held)
-        measured = dict(_walked(arm, place, size.samples))
-        found[arm.panel, arm.name, arm.x] = measured
-        rows += [_row(study, arm, step, figures) for step, figures in measured.items()]
-        advance()
+    place = world(arm.base, seeds, steps=size.fit, train=size.train, held=size.held)
+    return dict(_walked(arm, place, size.samples))
+
+
+def gathered(
+    study: Study, size: Size, evaluations: Sequence[Evaluations]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows of a study, and what became of each statement, from the evaluations of its arms."""
+    arms = study.arms(size)
+    rows = [
+        _row(study, arm, step, figures)
+        for arm, measured in zip(arms, evaluations, strict=True)
+        for step, figures in measured.items()
+    ]
+    found = {(a.panel, a.name, a.x): e for a, e in zip(arms, evaluations, strict=True)}
     return rows, [{"study": study.name, **judge(o, found)} for o in study.orderings(size)]
 
 
