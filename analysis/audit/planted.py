@@ -16,6 +16,7 @@ from windage.analysis.audit.document import SCHEMA
 from windage.analysis.audit.entry import audit, failures
 from windage.analysis.audit.faults import STAGES
 from windage.analysis.audit.faults_advantages import ADVANTAGES
+from windage.analysis.audit.faults_corrections import CORRECTIONS
 from windage.analysis.audit.faulty_losses import LOSSES, RIGHT
 from windage.analysis.audit.foreign import bounds, judge
 from windage.analysis.audit.logged import Subject
@@ -26,7 +27,7 @@ from windage.analysis.audit.samples import judged_samples
 from windage.estimators.catalogue import get
 
 FEW = 60
-PLACES = tuple(pair for stages in (STAGES, ADVANTAGES) for pair in stages.items())
+PLACES = tuple(pair for stages in (STAGES, ADVANTAGES, CORRECTIONS) for pair in stages.items())
 HEAD = """\
 # Planted faults
 
