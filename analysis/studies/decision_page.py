@@ -201,8 +201,10 @@ def frontier_figure(document: Document) -> Figure | None:
             axes.set_xlabel("bias / gradient, rescaled")
             plots.attainable(axes, curve, "best own-token weights")
             names = [name for *_, name in some]
-            plane = {"limit": limit, "across": across, "joined": False}
-            later.append(plots.bias_against_noise(axes, some, named=names, **plane))
+            name_them = plots.bias_against_noise(
+                axes, some, named=names, limit=limit, across=across, joined=False
+            )
+            later.append(name_them)
         return later
 
     return plots.draw(

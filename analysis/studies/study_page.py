@@ -281,7 +281,7 @@ def summary(document: Document) -> Rendered:
     """What the terminal shows."""
     if document.get("study") in NAMED:
         return NAMED[document["study"]].summary(document)
-    lines = (MEANING,)
+    lines: tuple[str, ...] = (MEANING,)
     if document.get("frontier"):
         batches = document["frontier_batches"]
         lines += (EXCESS.format(text(batches), "es" if batches != 1 else ""),)

@@ -284,8 +284,10 @@ def nonnegative(
         slope: b.
 
     Example:
-        >>> nonnegative(torch.eye(2).double()[None], torch.tensor([[3.0, -1.0]]).double())[0]
-        tensor([[3., 0.]], dtype=torch.float64)
+        >>> form, slope = torch.eye(2).double(), torch.tensor([3.0, -1.0]).double()
+        >>> found, _ = nonnegative(form[None], slope[None])
+        >>> found.round(decimals=6).tolist()
+        [[3.0, 0.0]]
     """
     diagonal = form.diagonal(dim1=-2, dim2=-1)
     usable = diagonal > 0
