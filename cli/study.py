@@ -103,7 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="NAME[:key=value,...]",
-        help="default: all",
+        help="default: the first tier",
     )
     parser.add_argument(
         "--group-size",
@@ -171,10 +171,13 @@ def _epilog() -> str:
     tables: dict[str, Mapping[str, Iterable[str]]] = {
         "problems and their settings (NAME:key=value,...):": specs.PROBLEMS,
         "behavior policies and their settings:": specs.BEHAVIORS,
-        "estimators and their settings:": SETTINGS,
+        "estimators of the first tier and their settings:": {n: SETTINGS[n] for n in FIRST},
+        "estimators of the second tier, by name only:": {
+            name: own for name, own in SETTINGS.items() if name not in FIRST
+        },
     }
     first = (
-        "Without flags: the whole catalogue, by lag and by length.  --study length: responses of "
+        "Without flags: the first tier, by lag and by length.  --study length: responses of "
         "16 to 32,768 tokens.\n\n"
     )
     last = "\n\n" + COLUMNS

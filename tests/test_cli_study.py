@@ -355,6 +355,8 @@ def test_help_names_every_setting(capsys):
     words = capsys.readouterr().out
     for name in (*SETTINGS, *specs.BEHAVIORS, *specs.PROBLEMS):
         assert f"  {name}" in words
+    tiers = words.index("first tier and"), words.index("second tier, by name only")
+    assert tiers[0] < words.index("  starting_point") < tiers[1] < words.index("  dual_clip")
 
 
 def test_unknown_values_are_bad_input_for_callers_too():
