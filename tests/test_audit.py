@@ -412,6 +412,7 @@ def test_the_working_directory_is_last_on_the_path(here):
         (["my_losses:grpo", "--claims", ""], "unknown claim ''"),
         (["my_losses:grpo", "--like", "grop"], "unknown estimator 'grop'"),
         (["my_losses:grpo", "--like", "centered"], "score centering needs head"),
+        (["my_losses:grpo", "--like", "decoupled_ppo"], "needs proximal log-probabilities"),
         (["my_losses:grpo", "--like", "grpo:coefficient=0.1"], "a penalty needs reference"),
         (["my_losses:grpo", "--signature", "tinkr"], "nearest valid name: tinker"),
         (["my_losses:grpo", "--signature", "verl"], "raised TypeError"),

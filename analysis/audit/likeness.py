@@ -105,13 +105,23 @@ def _padded(estimator: Estimator) -> Expected:
     return expected
 
 
+def _proximal(estimator: Estimator) -> bool:
+    """Whether a correction compares with a proximal policy."""
+    return any("proximal_logp" in (c.numerator, c.denominator) for c in estimator.corrections)
+
+
 def refuse(name: str, estimator: Estimator) -> None:
     """Refuse entries that need more than a loss of logp is given.
 
     Raises:
-        BadInput: the entry centers scores, or has a penalty.
+        BadInput: the entry centers scores, has a penalty, or reads a proximal policy.
     """
-    allowed = ", ".join(e.name for e in ENTRIES if e.centering is None)
+    allowed = ", ".join(e.name for e in ENTRIES if e.centering is None and not _proximal(e))
+    if _proximal(estimator):
+        raise BadInput(
+            f"--like {name}: its ratio needs proximal log-probabilities, which a loss of logp does "
+            f"not get; allowed: {allowed}"
+        )
     if estimator.centering is not None:
         raise BadInput(
             f"--like {name}: score centering needs head log-probabilities, which a loss of logp "
@@ -227,7 +237,7 @@ def comparable() -> dict[str, tuple[str, ...]]:
     """Entries whose correction and aggregation a loss can be held to, those alike together."""
     groups: dict[str, list[str]] = {}
     for entry in ENTRIES:
-        if entry.centering is None:
+        if entry.centering is None and not _proximal(entry):
             groups.setdefault(composition(entry), []).append(entry.name)
     return {words: tuple(names) for words, names in groups.items()}
 
