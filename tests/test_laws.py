@@ -18,6 +18,7 @@ from windage.estimators.member import Member, use
 from windage.toy.chains import Chain, reasoning
 from windage.toy.exact.automata import Laws, sweep
 from windage.toy.exact.averaged import Band, MeanLaw
+from windage.toy.exact.ends import Response, batch
 from windage.toy.exact.kernels import scores
 from windage.toy.exact.moments import Bounds, Moments
 from windage.toy.exact.pieces import Pieces, Window, pieces
@@ -309,3 +310,32 @@ def test_a_function_less_another_and_squared() -> None:
     assert one.squared().terms.tolist() == [[1.0, 4.0, 4.0], [9.0, 0.0, 0.0]]
     assert one.less(one.terms[1]).terms.tolist() == [[-2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
     assert one.change.tolist() == [[1.0, 2.0, 0.0], [2.0, -2.0, 0.0], [-3.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("reads_sign", [False, True])
+def test_bounds_of_a_batch_are_met_where_every_mean_is_longer_than_thought(
+    reads_sign: bool,
+) -> None:
+    """One class, advantage 1: mean square and squared mean then change by what the bounds add."""
+    chain = reasoning(1, (0.3, 0.6))
+    chain = replace(chain, rewards=torch.ones_like(chain.rewards))
+    corrections = get("dr_grpo" if reads_sign else "reinforce").corrections
+    estimator = replace(get("reinforce"), corrections=corrections)
+    mass = torch.zeros_like(chain.rewards)
+    mass[:, 0] = 1.0
+    signs = 2 if reads_sign else 1
+    mean = torch.zeros(signs, *mass.shape, *chain.logits.shape[1:], dtype=torch.float64)
+    mean[0, :, 0, 0, 1] = 1.0
+    norm = torch.zeros(signs, *mass.shape, dtype=torch.float64)
+    norm[0, :, 0] = 3.0
+    error = 0.1 * mean.flatten(3).norm(dim=-1)
+    thought = Response(mean=mean, norm=norm, mean_error=error, norm_error=0.2 * norm)
+    found = batch(estimator, chain, 3, mass, thought)
+    truth = batch(estimator, chain, 3, mass, Response(mean=1.1 * mean, norm=1.2 * norm))
+    known = found.bounds
+    assert known is not None
+    assert float((truth.mean - found.mean).norm()) == pytest.approx(known.mean)
+    assert float((truth.drift - found.drift).norm()) == pytest.approx(known.drift)
+    longer = float(truth.mean.square().sum() - found.mean.square().sum())
+    square = float(truth.variance - found.variance) + longer
+    assert known.variance == pytest.approx(square + longer)

@@ -124,14 +124,16 @@ def pieces(map_: Member, sign: float) -> Pieces | None:
 def _fit(x: Float[Tensor, " n"], w: Float[Tensor, " n"]) -> Float[Tensor, " 3"] | None:
     """Coefficients of 1 and exp(x): one of them if that is enough."""
     one, power = torch.ones_like(x), x.exp()
-    for columns in ([one], [power], [one, power]):
-        table = torch.stack(columns, 1)
-        size = table.abs().amax(0)
-        solved = torch.linalg.lstsq(table / size, w.unsqueeze(1)).solution.squeeze(1) / size
-        if bool((table @ solved - w).abs().max() <= FIT * w.abs().max()):
-            a, b = (*solved, solved.new_zeros(()))[:2]
-            pair = (b, a) if columns[0] is power else (a, b)
-            return torch.stack([*pair, solved.new_zeros(())])
+    nothing = one.new_zeros(())
+    table = torch.stack([one, power / power.max()], 1)
+    both = torch.linalg.lstsq(table, w.unsqueeze(1)).solution.squeeze(1)
+    for a, b in (
+        (w.median(), nothing),
+        (nothing, (w / power).median()),
+        (both[0], both[1] / power.max()),
+    ):
+        if bool((a + b * power - w).abs().max() <= FIT * w.abs().max()):
+            return torch.stack([a, b, nothing])
     return None
 
 

@@ -28,11 +28,13 @@ from torch import Tensor
 
 from windage.toy.chains import Chain
 from windage.toy.exact.coupled.quadrature import laplace, raised
-from windage.toy.exact.pieces import DEGREES, Pieces, Window
-from windage.toy.exact.transfer import Ended, Steps, transfer
+from windage.toy.exact.pieces import BAND, DEGREES, REACH, Pieces, Window
+from windage.toy.exact.transfer import SAFE, Ended, Steps, transfer
 
 # Frequencies: as many as touch so many numbers, between two limits.
 WORK, FEWEST, MOST = 2**24, 256, 1024
+# More of them, up to a number, where a smooth step would be wider: a ratio doubles in 0.7.
+WIDEST, AT_MOST = 0.3, 4096
 OUTSIDE = 1e-9
 STILL = 1e-12
 CELLS = 2e5
@@ -111,8 +113,10 @@ class Law:
 
     @cached_property
     def exponents(self) -> Float[Tensor, " N"]:
-        """Exponents theta of the kernels that bound what is outside the window."""
-        return EXPONENTS.to(self.x) / self.largest
+        """Exponents theta of the kernels that bound what is outside the window, within float64."""
+        found = EXPONENTS.to(self.x) / self.largest
+        tilted = self.mu * torch.exp(found[:, None, None, None] * self.x)
+        return found[self.horizon * tilted.sum(-1).amax((1, 2)).log() < SAFE]
 
     @cached_property
     def growth(self) -> tuple[Float[Tensor, "N P"], Float[Tensor, "N P"]]:
@@ -161,7 +165,7 @@ class Law:
 
     @cached_property
     def window(self) -> Window:
-        """Where X lies but for a part of OUTSIDE of the score's norm."""
+        """Where X lies but for a part of OUTSIDE of the score's norm, with steps narrow enough."""
         plain = self.ended(self.x.new_zeros(1), (0,))[0]
         mass, norm = (v.sum(-1).log() for v in (plain.mass, plain.norm))
         levels = []
@@ -171,7 +175,10 @@ class Law:
             over = [g[mine] - log for g, log in zip(self.growth, (mass, norm), strict=True)]
             need = torch.stack([(o - math.log(OUTSIDE)) / rates for o in over]).amax(0)
             levels.append(side * float(need.amin(0).max()))
-        return Window(low=levels[0], high=levels[1], frequencies=self.frequencies)
+        low, high = levels
+        enough = math.ceil(BAND / (2 * math.pi) * ((high - low) / WIDEST + 2 * REACH))
+        frequencies = max(self.frequencies, min(enough, AT_MOST))
+        return Window(low=low, high=high, frequencies=frequencies)
 
     @property
     def _needed(self) -> tuple[int, ...]:

@@ -104,30 +104,30 @@ def transfer(steps: Steps, successor: Int[Tensor, "S V"], start: int) -> Ended:
     go, stop = _one_token(steps, successor)
     masses = 1 if steps.passage is None else 3
     horizon = steps.factor.shape[-1]
-    go = go * _reached(go[..., 0], start)[..., None, None]
+    go = go * _reached(go[..., 0, :], start)[..., None, None]
     here = torch.zeros_like(go[..., :1, :, :])
-    here[..., 0, start, :masses] = 1.0
+    here[..., 0, :masses, start] = 1.0
     even = bool((steps.factor == steps.factor[..., :1]).all())
-    most = float(go[..., :masses].abs().sum(-2).max())
+    most = float(go[..., :masses, :].abs().sum(-1).max())
     safe = horizon * math.log(max(most, 1.0)) < SAFE
     if even and safe:
         stopped, cut = _sum(here, _doubled(go, horizon, then), horizon, then)
-        ended = torch.cat([then(stopped, stop), cut], -2).squeeze(-3)
+        ended = torch.cat([then(stopped, stop), cut], -1).squeeze(-3)
         ended = ended * steps.factor[..., 0][..., None, None]
     else:
         growth = None
         if not safe:
-            growth = torch.stack([_growth(go[..., i]) for i in range(masses)]).amax(0)
+            growth = torch.stack([_growth(go[..., i, :]) for i in range(masses)]).amax(0)
         ended = _by_length(here, (go, stop), growth, steps.factor, then)
     return _read(ended, steps)
 
 
 def _read(ended: Tensor, steps: Steps) -> Ended:
-    """Name the last axis."""
+    """Name the rows."""
     shape = steps.kernel.shape[-2:]
-    mean = ended[..., -shape.numel() :].unflatten(-1, shape)
+    mean = ended[..., -shape.numel() :, :].unflatten(-2, shape).movedim(-1, -3)
     at = 1 if steps.passage is None else 3
-    return Ended(mass=ended[..., 0], mean=mean, norm=ended[..., at])
+    return Ended(mass=ended[..., 0, :], mean=mean, norm=ended[..., at, :])
 
 
 def _doubled(go: Tensor, horizon: int, then: Then) -> list[Tensor]:
@@ -171,57 +171,66 @@ def _by_length(
     for i, stretch in enumerate(doubled):
         if horizon >> i & 1:
             here = then(here, stretch)
-    ended = torch.cat([stopped, here * last[..., None, None, None]], -2).squeeze(-3)
+    ended = torch.cat([stopped, here * last[..., None, None, None]], -1).squeeze(-3)
     return ended if growth is None else ended * log_up.exp()[..., None, None]
 
 
 def _then(
-    first: Inexact[Tensor, "*batch I J D"], second: Inexact[Tensor, "*other J K D"]
-) -> Inexact[Tensor, "*batch I K D"]:
-    """Stretches of tokens after stretches of tokens: mass, squared norm and mean on the last axis.
+    first: Inexact[Tensor, "*batch I D J"], second: Inexact[Tensor, "*other J D K"]
+) -> Inexact[Tensor, "*batch I D K"]:
+    """Stretches of tokens after stretches of tokens: rows are mass, squared norm and mean.
 
     Example:
-        >>> one = torch.tensor([[[0.5, 2.0, 1.0]]])
-        >>> _then(one, one)
-        tensor([[[0.2500, 4.0000, 1.0000]]])
+        >>> one = torch.tensor([[[0.5], [2.0], [1.0]]])
+        >>> _then(one, one).flatten()
+        tensor([0.2500, 4.0000, 1.0000])
     """
-    out = torch.einsum("...ij,...jkd->...ikd", first[..., 0], second)
-    out[..., 1:] += torch.einsum("...ijd,...jk->...ikd", first[..., 1:], second[..., 0])
-    out[..., 1] += 2 * torch.einsum("...ijd,...jkd->...ik", first[..., 2:], second[..., 2:])
+    out = _ahead(first[..., 0, :], second)
+    out[..., 1:, :] += _behind(first[..., 1:, :], second[..., 0, :])
+    out[..., 1, :] += 2 * _dots(first[..., 2:, :], second[..., 2:, :])
     return out
 
 
 def _then_passing(
-    first: Float[Tensor, "*batch I J D"], second: Float[Tensor, "*other J K D"]
-) -> Float[Tensor, "*batch I K D"]:
-    """The same where kernels change: three masses a, b, c, norm q, then means u and v.
+    first: Float[Tensor, "*batch I D J"], second: Float[Tensor, "*other J D K"]
+) -> Float[Tensor, "*batch I D K"]:
+    """The same where kernels change: rows are three masses a, b, c, norm q, then means u and v.
 
         u = u1 b2 + a1 u2,   v = v1 c2 + b1 v2,   q = q1 c2 + 2 u1 . v2 + a1 q2
 
     with u from `kernel` to `between` and v from `between` to `after`.
 
     Example:
-        >>> one = torch.tensor([[[0.25, 0.5, 1.0, 1.0, 2.0, 3.0]]])
-        >>> _then_passing(one, one)
-        tensor([[[ 0.0625,  0.2500,  1.0000, 13.2500,  1.5000,  4.5000]]])
+        >>> one = torch.tensor([0.25, 0.5, 1.0, 1.0, 2.0, 3.0]).view(1, 6, 1)
+        >>> _then_passing(one, one).flatten()
+        tensor([ 0.0625,  0.2500,  1.0000, 13.2500,  1.5000,  4.5000])
     """
-    half = (first.shape[-1] - 4) // 2
+    half = (first.shape[-2] - 4) // 2
     split = (1, 1, 1, 1, half, half)
-    a1, b1, _, q1, u1, v1 = first.split(split, -1)
-    _, b2, c2, q2, u2, v2 = second.split(split, -1)
-    masses = torch.einsum("...ijm,...jkm->...ikm", first[..., :3], second[..., :3])
-
-    def behind(x: Tensor, mass: Tensor) -> Tensor:
-        return torch.einsum("...ijd,...jk->...ikd", x, mass.squeeze(-1))
-
-    def ahead(mass: Tensor, x: Tensor) -> Tensor:
-        return torch.einsum("...ij,...jkd->...ikd", mass.squeeze(-1), x)
-
-    pairs = 2 * torch.einsum("...ijd,...jkd->...ik", u1, v2).unsqueeze(-1)
-    norm = behind(q1, c2) + pairs + ahead(a1, q2)
+    a1, b1, c1, q1, u1, v1 = first.split(split, -2)
+    a2, b2, c2, q2, u2, v2 = second.split(split, -2)
+    a1, b1, c1, a2, b2, c2 = (x.squeeze(-2) for x in (a1, b1, c1, a2, b2, c2))
+    masses = torch.stack([a1 @ a2, b1 @ b2, c1 @ c2], -2)
+    pairs = 2 * _dots(u1, v2).unsqueeze(-2)
+    norm = _behind(q1, c2) + pairs + _ahead(a1, q2)
     return torch.cat(
-        [masses, norm, behind(u1, b2) + ahead(a1, u2), behind(v1, c2) + ahead(b1, v2)], -1
+        [masses, norm, _behind(u1, b2) + _ahead(a1, u2), _behind(v1, c2) + _ahead(b1, v2)], -2
     )
+
+
+def _ahead(mass: Tensor, x: Tensor) -> Tensor:
+    """Sum over j of mass[i, j] x[j, d, k]."""
+    return (mass @ x.flatten(-2)).unflatten(-1, x.shape[-2:])
+
+
+def _behind(x: Tensor, mass: Tensor) -> Tensor:
+    """Sum over j of x[i, d, j] mass[j, k]."""
+    return (x.flatten(-3, -2) @ mass).unflatten(-2, x.shape[-3:-1])
+
+
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    """Sum over j and d of x[i, d, j] y[j, d, k]."""
+    return x.flatten(-2) @ y.transpose(-3, -2).flatten(-3, -2)
 
 
 def _one_token(steps: Steps, successor: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,11 +244,11 @@ def _one_token(steps: Steps, successor: Tensor) -> tuple[Tensor, Tensor]:
         norm, marks = passage.both, [passage.first, passage.second]
     heads.append(norm * steps.score.square().sum(-1))
     score = steps.score.to(own)
-    head = torch.einsum("...svh,svn->...snh", torch.stack(heads, -1), onto)
-    means = (torch.einsum("...sv,...svk,svn->...snk", mark, score, onto) for mark in marks)
-    blocks = [torch.einsum("...snk,sr->...snrk", mean, own).flatten(-2) for mean in means]
-    paths = torch.cat([head, *blocks], -1)
-    return paths[..., 1:, :], torch.einsum("...sd,sr->...srd", paths[..., 0, :], own)
+    head = torch.einsum("...svh,svn->...shn", torch.stack(heads, -1), onto)
+    means = (torch.einsum("...sv,...svk,svn->...skn", mark, score, onto) for mark in marks)
+    blocks = [torch.einsum("...skn,sr->...srkn", mean, own).flatten(-3, -2) for mean in means]
+    paths = torch.cat([head, *blocks], -2)
+    return paths[..., 1:], torch.einsum("...sd,sr->...sdr", paths[..., 0], own)
 
 
 def _reached(mass: Inexact[Tensor, "*batch S S"], start: int) -> Float[Tensor, "*batch S"]:
@@ -276,7 +285,7 @@ def _weighted(
     blocks = 1 << (-(-horizon // block) - 1).bit_length()
     padded = torch.nn.functional.pad(factor, (0, blocks * block - horizon))
     parts = torch.einsum(
-        "...kb,...bsd->...ksd", padded.unflatten(-1, (blocks, block)).to(here), here
+        "...kb,...bdj->...kdj", padded.unflatten(-1, (blocks, block)).to(here), here
     )
     for stretch in doubled[half:]:
         if parts.shape[-3] == 1:
