@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,3 +143,9 @@ def test_every_entry_takes_a_whole_batch():
         found = entry(batch)
         assert found.own.shape == (2, 4, 3) and found.own.any()
         assert (found.head is None) == (entry.centering is None)
+
+
+def test_the_readme_counts_the_entries():
+    text = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+    assert f"`windage.estimators.catalogue` lists {len(ENTRIES)} published recipes" in text
+    assert f"the {len(FIRST)} of the first tier" in text
