@@ -37,6 +37,12 @@ def drawn(parameters: Tensor, number: int = 4) -> tuple[Tensor, Tensor, Tensor]:
     return prompts, *NETWORK.sample(parameters, prompts, among)
 
 
+def of_tokens(laws: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities of the tokens that were drawn, 0 after the stop."""
+    chosen = laws.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return torch.where(TASK.mask(tokens), chosen, 0.0)
+
+
 def test_forward_and_backward_equal_a_loop_and_autograd() -> None:
     parameters = start()
     prompts, tokens, _ = drawn(parameters)
@@ -66,10 +72,10 @@ def test_an_update_is_the_gradient_of_the_surrogate(name: str) -> None:
     parameters, sampler = start(), start() * 1.1
     among = generators([9, 10])
     prompts = TASK.prompts(whole(among, TASK.number, 3)).repeat_interleave(2, 1)
-    tokens, recorded = NETWORK.sample(sampler, prompts, among)
+    tokens, head = NETWORK.sample(sampler, prompts, among)
     rewards = torch.tensor([1.0, -1, 1, 1, -1, 1]).double().expand(2, -1)
     tape = NETWORK.forward(parameters, prompts, tokens)
-    head = NETWORK.forward(sampler, prompts, tokens).logp
+    recorded = of_tokens(head, tokens)
     batch = batch_of(tape, tokens, recorded, rewards, 3, TASK, head_behavior_logp=head)
     found = coefficients(get(name), batch.validate())
     leaf = tape.logp.clone().requires_grad_()
@@ -85,12 +91,11 @@ def test_an_update_is_the_gradient_of_the_surrogate(name: str) -> None:
     )
 
 
-def test_recorded_log_probabilities_are_those_of_the_sampler() -> None:
+def test_the_laws_of_a_draw_are_those_of_the_sampler() -> None:
     parameters = start()
-    prompts, tokens, recorded = drawn(parameters, 50)
-    of = NETWORK.forward(parameters, prompts, tokens).of(tokens)
-    mask = TASK.mask(tokens)
-    torch.testing.assert_close(recorded, of * mask, rtol=0, atol=1e-12)
+    prompts, tokens, laws = drawn(parameters, 50)
+    expected = NETWORK.forward(parameters, prompts, tokens).logp
+    torch.testing.assert_close(laws, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
@@ -98,7 +103,7 @@ def test_first_tokens_are_drawn_by_their_law(top_p: float) -> None:
     """Pearson's statistic with 9 degrees of freedom stays under its 1 - 1e-6 quantile, 45.1."""
     parameters, number = start(1), 20_000
     prompts = torch.tensor([1, 2, 3, 4]).expand(1, number, 4)
-    tokens, recorded = NETWORK.sample(parameters, prompts, generators([2]), top_p=top_p)
+    tokens, laws = NETWORK.sample(parameters, prompts, generators([2]), top_p=top_p)
     law = nucleus(NETWORK.forward(parameters, prompts[:, :1], tokens[:, :1]).logp[0, 0, 0], top_p)
     counts = torch.bincount(tokens[0, :, 0], minlength=TASK.vocab)
     expected = number * law.exp()
@@ -106,7 +111,7 @@ def test_first_tokens_are_drawn_by_their_law(top_p: float) -> None:
     assert int(counts[~inside].sum()) == 0
     statistic = ((counts - expected).square() / expected)[inside].sum()
     assert float(statistic) < 45.1
-    torch.testing.assert_close(recorded[0, :, 0], law[tokens[0, :, 0]])
+    torch.testing.assert_close(laws[0, 0, 0], law)
 
 
 def test_nucleus_keeps_the_fewest_tokens_that_reach_the_mass() -> None:

@@ -13,8 +13,10 @@ Parameters are one flat row a seed, `[S D]`; a leading axis S runs through every
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import final
 
 import torch
@@ -24,6 +26,7 @@ from torch.nn.functional import embedding, one_hot
 
 from windage.estimators.batch import Batch
 from windage.toy.exact.walk import pull_back
+from windage.toy.problems import normalize
 from windage.toy.sums import Generators, Sums, uniform
 
 
@@ -92,12 +95,11 @@ class Network:
         digits = one_hot(prompts, self.task.modulus).to(parameters.dtype).flatten(2)
         rows = self._rows(tokens)
         said = embedding(rows, w["U"].reshape(-1, self.hidden))
-        before = said.cumsum(2) - said
-        pre = self._prompted(w, digits) + before
+        pre = self._prompted(w, digits) + earlier(said, range(self.task.horizon))
         first = pre.relu_().flatten(1, 2)
         second = torch.baddbmm(w["c"], first, w["W"]).relu_()
-        logits = torch.baddbmm(w["o"], second, w["O"])
-        logp = logits.log_softmax(-1).unflatten(1, tokens.shape[1:])
+        logits = torch.baddbmm(w["o"], second, w["O"].mT.contiguous().mT)
+        logp = normalize(logits).unflatten(1, tokens.shape[1:])
         return Pass(digits=digits, rows=rows, first=first, second=second, logp=logp)
 
     def _prompted(self, w: dict[str, Tensor], digits: Tensor) -> Float[Tensor, "S B T H"]:
@@ -123,16 +125,16 @@ class Network:
         found = torch.zeros_like(parameters)
         out = self.unpack(found)
         last = slope.to(parameters.dtype).flatten(1, 2)
-        torch.bmm(tape.second.mT, last, out=out["O"])
+        out["O"].copy_(torch.bmm(last.mT, tape.second).mT)
         torch.sum(last, 1, keepdim=True, out=out["o"])
-        middle = torch.bmm(last, w["O"].mT).mul_(tape.second > 0)
+        middle = torch.bmm(last, w["O"].mT).mul_(tape.second.sign())
         torch.bmm(tape.first.mT, middle, out=out["W"])
         torch.sum(middle, 1, keepdim=True, out=out["c"])
-        pre = torch.bmm(middle, w["W"].mT).mul_(tape.first > 0)
+        pre = torch.bmm(middle, w["W"].mT).mul_(tape.first.sign())
         pre = pre.unflatten(1, tape.logp.shape[1:3])
         torch.sum(pre, 1, out=out["b"])
         out["A"].copy_((tape.digits.mT @ pre.flatten(2)).view_as(out["A"]))
-        later = pre.sum(2, keepdim=True) - pre.cumsum(2)
+        later = earlier(pre, range(self.task.horizon)[::-1])
         table = later.new_zeros(
             (len(parameters) * self.task.horizon * self.task.vocab, self.hidden)
         )
@@ -147,10 +149,10 @@ class Network:
         among: Generators,
         *,
         top_p: float = 1.0,
-    ) -> tuple[Int[Tensor, "S B T"], Float[Tensor, "S B T"]]:
-        """Draw one response a prompt; its tokens and their log-probabilities as they were drawn.
+    ) -> tuple[Int[Tensor, "S B T"], Float[Tensor, "S B T V"]]:
+        """Draw one response a prompt: its tokens, and the law that each was drawn from.
 
-        Tokens after the stop are stop tokens.
+        Tokens after the stop are stop tokens.  The law is log-probabilities over the vocabulary.
 
         Args:
             parameters: of the sampler.
@@ -164,21 +166,21 @@ class Network:
         draws = uniform(among, *prompts.shape[1:2], self.task.horizon)
         said = torch.zeros_like(pre[:, :, 0])
         going = torch.ones_like(prompts[..., 0], dtype=torch.bool)
-        tokens, recorded = [], []
+        tokens, laws = [], []
         for t in range(self.task.horizon):
             first = (pre[:, :, t] + said).relu_()
             second = torch.baddbmm(w["c"], first, w["W"]).relu_()
-            logp = nucleus(torch.baddbmm(w["o"], second, w["O"]).log_softmax(-1), top_p)
+            logp = nucleus(normalize(torch.baddbmm(w["o"], second, w["O"])), top_p)
             ladder = logp.exp().cumsum(-1)
             mark = draws[..., t].unsqueeze(-1) * ladder[..., -1:]
             token = torch.searchsorted(ladder, mark, right=True).clamp(max=self.task.vocab - 1)
             token = torch.where(going.unsqueeze(-1), token, self.task.stop)
-            recorded.append(logp.gather(-1, token).squeeze(-1).where(going, 0.0))
+            laws.append(logp)
             tokens.append(token.squeeze(-1))
             going = going & (tokens[-1] != self.task.stop)
             rows = self._rows(token.expand(-1, -1, self.task.horizon))[..., t]
             said = said + embedding(rows, w["U"].reshape(-1, self.hidden))
-        return torch.stack(tokens, -1), torch.stack(recorded, -1)
+        return torch.stack(tokens, -1), torch.stack(laws, 2)
 
 
 @final
@@ -202,6 +204,19 @@ class Pass:
     def of(self, tokens: Int[Tensor, "S B T"]) -> Float[Tensor, "S B T"]:
         """Log-probability of each token."""
         return self.logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def earlier(values: Float[Tensor, "S B T H"], order: Sequence[int]) -> Float[Tensor, "S B T H"]:
+    """At each position the sum over the positions that come earlier in an order of them.
+
+    Example:
+        >>> earlier(torch.tensor([1.0, 2.0, 4.0]).view(1, 1, 3, 1), range(3)).flatten()
+        tensor([0., 1., 3.])
+    """
+    found = torch.zeros_like(values)
+    for last, here in pairwise(order):
+        torch.add(found[:, :, last], values[:, :, last], out=found[:, :, here])
+    return found
 
 
 def nucleus(logp: Float[Tensor, "*batch V"], top_p: float) -> Float[Tensor, "*batch V"]:

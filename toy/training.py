@@ -23,7 +23,7 @@ from windage.estimators.errors import BadInput, unknown
 from windage.estimators.estimator import Coefficients, Estimator, coefficients
 from windage.estimators.penalty import ema
 from windage.toy.learning import State, clip_norm
-from windage.toy.network import Network, batch_of, nucleus, slope
+from windage.toy.network import Network, batch_of, slope
 from windage.toy.sums import Generators
 
 Rule = Estimator | Callable[[Batch], Coefficients]
@@ -331,18 +331,16 @@ class Source:
             repeated = some.repeat_interleave(group_size, 1)
             weights = self.weights(version)
             top_p = self.sampler.top_p
-            tokens, logp = self.network.sample(weights, repeated, self.among, top_p=top_p)
-            heads = None
-            if head:
-                heads = nucleus(self.network.forward(weights, repeated, tokens).logp, top_p)
+            tokens, laws = self.network.sample(weights, repeated, self.among, top_p=top_p)
+            logp = laws.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
             parts.append(
                 Record(
                     prompts=repeated,
                     tokens=tokens,
-                    behavior_logp=logp,
+                    behavior_logp=logp.where(self.network.task.mask(tokens), 0.0),
                     rewards=grade(repeated, tokens),
                     group_size=group_size,
-                    head_behavior_logp=heads,
+                    head_behavior_logp=laws if head else None,
                 )
             )
         return joined(parts)
