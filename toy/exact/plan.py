@@ -26,6 +26,8 @@ Site = Problem | Chain
 # Numbers an engine may touch, and how many times more if it is asked for by name.
 BUDGET = 3e8
 PATIENCE = 10.0
+# Numbers so few that the calls themselves take longer: no other engine is asked.
+FEW = 2e4
 ENGINES = ("tuples", "compositions", "classes", "coupled", "prefix_tree", "transfer", "sampling")
 
 
@@ -220,7 +222,7 @@ def options(estimator: Estimator, problem: Site, group_size: int) -> list[Option
 
 
 def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
-    """The cheapest valid engine; sampling where none is.
+    """The cheapest valid engine, or the first that costs next to nothing; sampling where none is.
 
     Raises:
         Undefined: the problem is a chain, which is not sampled, and no engine is valid.
@@ -231,7 +233,12 @@ def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
         >>> plan(get("rloo"), bandit(), 4).engine
         'prefix_tree'
     """
-    found = options(estimator, problem, group_size)
+    found: list[Option] = []
+    for engine in OPTIONS:
+        if _meets(engine, problem):
+            found.append(consider(engine, estimator, problem, group_size))
+            if found[-1].refusal is None and found[-1].cost < FEW:
+                break
     valid = [o for o in found if o.refusal is None]
     if not valid:
         why = "; ".join(f"{o.engine}: {o.refusal}" for o in found)
@@ -240,7 +247,8 @@ def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
         reason = f"no exact engine ({why})"
         return Plan(engine="sampling", reason=reason + assumed(estimator, problem))
     best = min(valid, key=lambda o: o.cost)
-    reason = f"touches about {best.cost:.1e} numbers, the fewest"
+    words = "few enough" if best.cost < FEW else "the fewest"
+    reason = f"touches about {best.cost:.1e} numbers, {words}"
     return Plan(engine=best.engine, reason=reason + assumed(estimator, problem))
 
 
