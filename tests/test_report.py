@@ -22,7 +22,7 @@ from windage.analysis.report import Page, Section
 from windage.analysis.studies import reading, staleness, staleness_page, study, study_page
 from windage.analysis.tables import Column, Table, text
 from windage.estimators.batch import Batch
-from windage.estimators.catalogue import CATALOGUE, ENTRIES
+from windage.estimators.catalogue import CATALOGUE, FIRST
 from windage.estimators.estimator import coefficients
 from windage.toy.behavior import with_behavior
 from windage.toy.exact.walk import Walk
@@ -365,7 +365,7 @@ def test_measures_of_mismatch_by_listing():
     assert float(staleness.divergence(behind)) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.name != "ppo"], ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", [e for e in FIRST if e.name != "ppo"], ids=lambda e: e.name)
 def test_a_large_update_averages_batches(entry):
     """At equal lengths the coefficients of two batches together are half of those of each."""
     generator = torch.Generator().manual_seed(3)
@@ -390,7 +390,7 @@ def test_a_large_update_averages_batches(entry):
 
 def test_rows_are_exact_and_complete(stale):
     assert {row["engine"] for row in stale["rows"]} == {None, "prefix_tree", "classes"}
-    assert len(stale["rows"]) == 2 * 4 * len(ENTRIES)
+    assert len(stale["rows"]) == 2 * 4 * len(FIRST)
     for row in stale["rows"]:
         assert row["standard_error"] is None and ("reason" in row) == (row["estimator"] == "ppo")
         if row["estimator"] == "trajectory_is":
@@ -401,7 +401,7 @@ def test_rows_are_exact_and_complete(stale):
 
 def test_progress_is_the_gain_of_the_best_step(stale):
     """The best gain of a step along g where J has unit curvature, by a search over step sizes."""
-    for row in stale["rows"][:: len(ENTRIES) + 1]:
+    for row in stale["rows"][:: len(FIRST) + 1]:
         norm = row["gradient_norm"]
         target = objective(staleness.problem(row["horizon"])).gradient
         assert norm == pytest.approx(float(target.norm()))
