@@ -263,6 +263,8 @@ def markdown(document: dict[str, Any]) -> str:
             f"| {r['problem']} | {r['estimator']} | {r['group_size']} | {r['engine']} "
             f"| {r['ms_1']:.2f} | {r['ms_2']:.2f} | {target} |"
         )
+    if document["load"] > m["cores"]:
+        lines += ["", "Other work shared the cores: two threads often wait for one another."]
     lines += ["", "Cost against size: docs/figures/exact.png; its numbers: exact.json.", ""]
     return "\n".join(lines)
 

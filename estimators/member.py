@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast, final
+from typing import Any, Literal, TypeVar, final
 
 Scope = Literal["token", "response", "group", "batch"]
 Reads = Literal["nothing", "sign", "value"]
@@ -68,7 +68,8 @@ class Member:
 
     @property
     def traits(self) -> Traits:
-        return cast(Traits, self.function.traits)  # type: ignore[attr-defined]
+        found: Traits = self.function.traits  # type: ignore[attr-defined]
+        return found
 
     def change(self, **settings: Any) -> Member:
         """The same member with some of its settings replaced."""

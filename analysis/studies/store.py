@@ -2,8 +2,8 @@
 
 A folder holds `rows.json`, what was asked for, and `rows-00001.parquet`, `rows-00002.parquet`, ...,
 each written beside its name and then renamed, so that whatever has the name is whole.  The columns
-are the figures; the last one, `row`, is the row as JSON, digit for digit, its mean included.  The
-files go when the study's own are written.
+are the figures; the last one, `row`, is the row as JSON, digit for digit, with settings and mean.
+The files go when the study's own are written.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Rows:
     def flush(self) -> None:
         """Write a part of the rows that wait, under the next free number."""
         if self._waiting:
-            table = frame(self._waiting.values())
+            table = frame([_scalars(row) for row in self._waiting.values()])
             table.insert(0, "number", list(self._waiting))
             table["row"] = [json.dumps(row, allow_nan=False) for row in self._waiting.values()]
             last = max((int(part.stem.split("-")[1]) for part in self._parts()), default=0)
@@ -145,6 +145,11 @@ class Rows:
         except (ArrowException, OSError, ValueError, KeyError):
             pass
         raise _damaged(path, "delete it, and its rows are computed again")
+
+
+def _scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What fits in a cell; settings stand in the row's JSON."""
+    return {k: v for k, v in row.items() if not isinstance(v, (Mapping, list))}
 
 
 def _damaged(path: Path, remedy: str) -> BadInput:
