@@ -38,8 +38,8 @@ def affine(estimator: Estimator, problem: Problem, group_size: int) -> Moments:
     scale, leaf = response_scale(estimator.aggregation, problem, group_size)
     key = "affine", weighing(estimator), None if leaf is None else estimator.aggregation
     law, x, q, extra = kept(problem, key, _by_reward, estimator, problem, leaf)
-    key = "group", estimator.advantage, estimator.active_penalties, group_size
-    group = kept(problem, key, group_law, estimator.advantage, group_size, law)
+    in_group = "group", estimator.advantage, estimator.active_penalties, group_size
+    group = kept(problem, in_group, group_law, estimator.advantage, group_size, law)
     found = batch_moments(group, scale, x, q)
     return found if extra is None else with_penalties(found, group, scale, x, extra)
 
