@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from windage.analysis.claims.claim import Figure, Outcome, around, band, claim, series
 from windage.analysis.claims.measures import alone, mean_reward, merit, moments
 from windage.analysis.claims.problems import octet, response_mass
-from windage.toy.pipeline import Line, Run, asynchronous, equal, exponential, lognormal, synchronous
+from windage.toy.pipeline.laws import Equal, Exponential, Lognormal
+from windage.toy.pipeline.run import Run, simulate
+from windage.toy.pipeline.settings import Pipeline
 
 RECIPE = "Choosing the whole recipe"
 STEPS = 2000
@@ -19,12 +22,11 @@ QUEUE = "QUEUE: 64 slots, batches of 64, response times of mean 1, update 0.5"
 
 
 def repeated(
-    line: Line, seed: int, *, steps: int = STEPS, runs: int = RUNS, **rules: Any
+    line: Pipeline, seed: int, *, steps: int = STEPS, runs: int = RUNS, **rules: Any
 ) -> list[Run]:
-    """Independent runs under some rules of `asynchronous`, each with a generator of its own."""
-    return [
-        asynchronous(line, steps, np.random.default_rng([seed, k]), **rules) for k in range(runs)
-    ]
+    """Independent runs under some rules, each with a generator of its own."""
+    ruled = replace(line, **rules)
+    return [simulate(ruled, steps, np.random.default_rng([seed, k])) for k in range(runs)]
 
 
 def average(runs: Sequence[Run], value: Callable[[Run], float]) -> tuple[float, float]:
@@ -66,6 +68,11 @@ def largest_lag(run: Run) -> float:
     return float(run.lag.max())
 
 
+def growth(run: Run) -> float:
+    """Responses inside at the end over those at step 250."""
+    return float(run.steps["occupancy"][-1] / run.steps["occupancy"][250])
+
+
 @claim(
     "B-01",
     section="Opening section",
@@ -77,11 +84,11 @@ def largest_lag(run: Run) -> float:
     formula="utilization = time spent on responses / (slots × time); throughput = responses / time",
 )
 def b_01(*, seed: int = 0) -> Outcome:
-    printed = {exponential: (0.190, 12.2, 64.2), lognormal: (0.131, 8.4, 64.0)}
+    printed = {Exponential: (0.190, 12.2, 64.2), Lognormal: (0.131, 8.4, 64.0)}
     figures, gains = [], []
     for law, (used, slow, fast) in printed.items():
-        line, name = Line(times=law), law.__name__
-        wait, run = repeated(line, seed, cap=0), repeated(line, seed)
+        line, name = Pipeline(tokens=law()), law.__name__.lower()
+        wait, run = repeated(line, seed, mode="synchronous"), repeated(line, seed)
         figures += [
             near(f"utilization, synchronous, {name}", wait, utilization, used),
             near(f"utilization, asynchronous, {name}", run, utilization, 1.0, 0.005),
@@ -95,9 +102,9 @@ def b_01(*, seed: int = 0) -> Outcome:
 def _capacity(seed: int) -> tuple[list[Figure], dict[int | None, list[Run]]]:
     """Throughput and mean lag under a capacity rule, lognormal times."""
     figures, kept = [], {}
-    line = Line(times=lognormal)
+    line = Pipeline(tokens=Lognormal())
     for cap, rate, lag in ((1, 57.5, 1.0), (2, 63.9, 1.5), (None, 63.9, 1.5)):
-        runs = repeated(line, seed, cap=cap)
+        runs = repeated(line, seed, capacity=cap)
         figures += [
             near(f"throughput, cap {cap or 'none'}", runs, throughput, rate),
             near(f"mean lag, cap {cap or 'none'}", runs, mean_lag, lag),
@@ -108,8 +115,8 @@ def _capacity(seed: int) -> tuple[list[Figure], dict[int | None, list[Run]]]:
 
 def _slow_trainer(seed: int) -> tuple[list[Figure], bool]:
     """With updates that take longer than a batch: a rule holds the lag, none lets it grow."""
-    line, figures = Line(times=lognormal, update=1.2), []
-    ruled = repeated(line, seed, steps=500, runs=8, cap=2)
+    line, figures = Pipeline(tokens=Lognormal(), update=Equal(1.2)), []
+    ruled = repeated(line, seed, steps=500, runs=8, capacity=2)
     free = repeated(line, seed, steps=500, runs=8)
     for name, runs in (("cap 2", ruled), ("no cap", free)):
         figures.append(near(f"throughput, slow trainer, {name}", runs, throughput, 53.3))
@@ -118,7 +125,7 @@ def _slow_trainer(seed: int) -> tuple[list[Figure], bool]:
         near("mean lag, slow trainer, cap 2", ruled, mean_lag, 2.0),
         near("mean lag over 500 steps, slow trainer, no cap", free, mean_lag, 45.0, 4.0),
     ]
-    grows = average(free, lambda r: float(r.occupancy[-1] / r.occupancy[250]))[0]
+    grows = average(free, growth)[0]
     figures.append(band("occupancy, step 500 over step 250, no cap", grows, 1.8, 2.2))
     return figures, grows > 1.5
 
@@ -126,7 +133,7 @@ def _slow_trainer(seed: int) -> tuple[list[Figure], bool]:
 def _laws_of_lag(runs: Sequence[Run], free: Sequence[Run], seed: int) -> list[Figure]:
     """Little's law where stationary, and how old a single response gets under cap 1."""
     gaps = [abs(mean_lag(r) / r.occupancy_lag - 1) for r in (*runs, *free)]
-    shorter = repeated(Line(times=exponential), seed, cap=1)
+    shorter = repeated(Pipeline(tokens=Exponential()), seed, capacity=1)
     return [
         band("mean lag over occupancy/batch, largest distance from 1", max(gaps), 0, 0.005),
         band("largest lag of a run, cap 1, exponential", average(shorter, largest_lag)[0], 8, None),
@@ -136,8 +143,8 @@ def _laws_of_lag(runs: Sequence[Run], free: Sequence[Run], seed: int) -> list[Fi
 
 def _equal_lengths(update: float, printed: str) -> tuple[list[Figure], float]:
     """Throughput of responses that take equally long, and what asynchrony gains."""
-    line, generator = Line(times=equal, update=update), np.random.default_rng(0)
-    runs = synchronous(line, STEPS, generator), asynchronous(line, STEPS, generator)
+    line = Pipeline(tokens=Equal(), update=Equal(update))
+    runs = [repeated(line, 0, runs=1, mode=mode)[0] for mode in ("synchronous", "asynchronous")]
     found = [run.throughput for run in runs]
     name = f"throughput, equal lengths, update {update}, {{}}"
     return series(name, ("synchronous", "asynchronous"), found, printed), found[1] / found[0]
@@ -189,7 +196,7 @@ def b_50(*, seed: int = 0) -> Outcome:
         best.append(max(merit(moments(entry, problem), problem, 64) for entry in entries))
         policy, sampler = response_mass(problem)
         sizes.append(float(1 / (policy.square() / sampler).sum()))
-    lags = {k: repeated(Line(), seed, publish_every=k) for k in every}
+    lags = {k: repeated(Pipeline(tokens=Exponential()), seed, publish_every=k) for k in every}
     means = [average(lags[k], mean_lag)[0] for k in every]
     worse = best == sorted(best, reverse=True) and best[-1] < best[0] / 2
     return Outcome(

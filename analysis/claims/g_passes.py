@@ -33,7 +33,9 @@ from windage.estimators.estimator import Estimator, coefficients
 from windage.estimators.member import use
 from windage.toy.exact.tuples import Responses
 from windage.toy.exact.walk import Walk
-from windage.toy.pipeline import Line, lognormal, overlapped, synchronous
+from windage.toy.pipeline.laws import Equal
+from windage.toy.pipeline.run import simulate
+from windage.toy.pipeline.settings import Pipeline
 from windage.toy.problems import Problem
 from windage.toy.sampling import draw
 
@@ -286,10 +288,13 @@ def g_09(*, seed: int = 0) -> Outcome:
 def g_10(*, seed: int = 0) -> Outcome:
     lags = (0, 1, 4, 16, 63)
     found = [learned(64, 1, lag=lag, rate=1.0, seed=seed + k) for k, lag in enumerate(lags)]
-    line = Line(times=lognormal, update=4.0)
-    sequential = synchronous(line, 2000, np.random.default_rng(seed))
-    durations = np.diff(sequential.commits, prepend=0.0)
-    overlap = overlapped(line, 2000, np.random.default_rng(seed + 1))
+    durations, overlap = (
+        np.diff(simulate(Pipeline(mode=mode, update=Equal(4.0)), 20_000, generator).steps["commit"])
+        for mode, generator in (
+            ("synchronous", np.random.default_rng(seed)),
+            ("overlap", np.random.default_rng(seed + 1)),
+        )
+    )
     printed = (0.6879, 0.6878, 0.6871, 0.6593, 0.5814)
     return Outcome(
         figures=[
