@@ -10,20 +10,10 @@ from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Coefficients, coefficients
+from windage.toy.ascent import Ascent, Reference, Sampler
 from windage.toy.network import Network
 from windage.toy.sums import Demonstrator, Sums, generators, whole
-from windage.toy.training import (
-    Ascent,
-    Record,
-    Reference,
-    Sampler,
-    Source,
-    fit,
-    gradient,
-    offline,
-    online,
-    rounded,
-)
+from windage.toy.training import Record, Source, fit, gradient, offline, online, rounded
 
 TASK = Sums()
 NETWORK = Network(task=TASK, hidden=16)
@@ -117,7 +107,7 @@ def test_the_sampler_is_as_old_as_it_says(sampler: Sampler, ages: list[int]) -> 
     found = []
     for step in range(6):
         if step:
-            source.learn(torch.full_like(start(1), float(step)))
+            source.versions.learn(torch.full_like(start(1), float(step)))
         weights = source.weights()
         version = 0 if torch.equal(weights, start(1)) else int(weights[0, 0])
         found.append(step - version)
@@ -127,7 +117,7 @@ def test_the_sampler_is_as_old_as_it_says(sampler: Sampler, ages: list[int]) -> 
 def test_mixed_versions_draw_one_part_of_the_batch_each() -> None:
     source = Source(NETWORK, start(1), Sampler(mixed=3, lag=2), generators([0]))
     for step in range(1, 6):
-        source.learn(torch.full_like(start(1), float(step)))
+        source.versions.learn(torch.full_like(start(1), float(step)))
     assert [float(source.weights(v)[0, 0]) for v in range(3)] == [5.0, 3.0, 1.0]
     prompts = torch.zeros((1, 6, 4), dtype=torch.long)
     assert len(source.draw(prompts, 2, reward)) == 6
@@ -151,7 +141,7 @@ def test_a_noisy_sampler_has_one_direction_for_the_whole_run() -> None:
     parameters = start(1)
     source = Source(NETWORK, parameters, Sampler(sigma=0.2), generators([0]))
     first = source.weights() - parameters
-    source.learn(parameters + 1)
+    source.versions.learn(parameters + 1)
     torch.testing.assert_close(source.weights() - (parameters + 1), first)
     ratio = (
         NETWORK.unpack(first)["W"].square().mean() / NETWORK.unpack(parameters)["W"].square().mean()

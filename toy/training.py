@@ -9,9 +9,8 @@ generators given, one a seed, so a run is a function of its arguments.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -19,89 +18,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from windage.estimators.batch import Batch
-from windage.estimators.errors import BadInput, unknown
+from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Coefficients, Estimator, coefficients
-from windage.estimators.penalty import ema
-from windage.toy.learning import State, clip_norm
+from windage.toy.ascent import Ascent, Climber, Others, Reference, Sampler, Versions, rounds
+from windage.toy.learning import State
 from windage.toy.network import Network, batch_of, slope
 from windage.toy.sums import Generators
 
 Rule = Estimator | Callable[[Batch], Coefficients]
-OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adafactor": torch.optim.Adafactor,
-}
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Ascent:
-    """An optimizer, its rate and the clip of the gradient's norm.
-
-    Args:
-        optimizer: sgd, adam or adafactor, as torch has them.
-        rate: at the first step.
-        last_rate: at the last step, linear in between; None: the same throughout.
-        limit: greatest norm of a gradient, a seed; inf: no clip.
-        settings: of the optimizer.
-    """
-
-    optimizer: str = "adam"
-    rate: float = 1e-3
-    last_rate: float | None = None
-    limit: float = 1.0
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
-
-    def rate_at(self, step: int, steps: int) -> float:
-        """Step size of one step of so many."""
-        if self.last_rate is None or steps < 2:
-            return self.rate
-        return self.rate + (self.last_rate - self.rate) * step / (steps - 1)
-
-
-@final
-class Climber:
-    """Parameters and the state of their optimizer; `step` moves both.
-
-    Adafactor looks at whole matrices, so each seed's matrices are parameters of their own; the
-    others work number by number on all seeds at once.
-    """
-
-    def __init__(self, network: Network, start: Float[Tensor, "S D"], ascent: Ascent) -> None:
-        self.ascent = ascent
-        self.parameters = start.clone()
-        self._gradient = torch.zeros_like(start)
-        if ascent.optimizer == "adafactor":
-            pairs = [
-                (view[s], slope_[s])
-                for view, slope_ in zip(
-                    network.unpack(self.parameters).values(),
-                    network.unpack(self._gradient).values(),
-                    strict=True,
-                )
-                for s in range(len(start))
-            ]
-        else:
-            pairs = [(self.parameters, self._gradient)]
-        for parameter, gradient in pairs:
-            parameter.grad = gradient
-        self._optimizer = OPTIMIZERS[ascent.optimizer](
-            [parameter for parameter, _ in pairs], lr=ascent.rate, maximize=True, **ascent.settings
-        )
-
-    def step(self, gradient: Float[Tensor, "S D"], rate: float) -> Float[Tensor, " S"]:
-        """Move along the gradient; its norm before clipping, a seed."""
-        clipped, norm = clip_norm(gradient, self.ascent.limit)
-        self._gradient.copy_(clipped)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        return norm
+MATRICES = ("A", "U", "W", "O")
+FITTING = Ascent(rate=5e-3, last_rate=1e-5)
 
 
 @final
@@ -158,14 +84,17 @@ def gradient(
     record: Record,
     rule: Rule,
     *,
-    reference: Float[Tensor, "S D"] | None = None,
-    proximal: Float[Tensor, "S B T"] | None = None,
+    others: Others | None = None,
 ) -> Float[Tensor, "S D"]:
     """The update that a rule makes of a record: coefficients times scores, by the parameters."""
+
+    def of(weights: Tensor | None) -> Tensor | None:
+        if weights is None:
+            return None
+        return network.forward(weights, record.prompts, record.tokens).of(record.tokens)
+
     tape = network.forward(parameters, record.prompts, record.tokens)
-    before = None
-    if reference is not None:
-        before = network.forward(reference, record.prompts, record.tokens).of(record.tokens)
+    anchored = others is not None and isinstance(rule, Estimator) and "proximal_logp" in rule.needs
     batch = batch_of(
         tape,
         record.tokens,
@@ -175,8 +104,8 @@ def gradient(
         network.task,
         present=record.present,
         head_behavior_logp=record.head_behavior_logp,
-        reference_logp=before,
-        proximal_logp=proximal,
+        reference_logp=of(others and others.reference),
+        proximal_logp=of(others.proximal) if others and anchored else None,
     )
     found = coefficients(rule, batch) if isinstance(rule, Estimator) else rule(batch)
     own = found.own.flatten(1, 2)
@@ -205,69 +134,15 @@ def offline(
     number = len(record) // batch
     if number < 1:
         raise BadInput(f"batch is {batch}; allowed: at most the record's {len(record)} groups")
-    climber = Climber(network, start, ascent)
-    norm = start.new_zeros(len(start))
-    yield State(step=0, parameters=climber.parameters.clone(), norm=norm)
+    climber = Climber(network.unpack, start, ascent)
+    yield climber.start()
     for epoch in range(epochs):
         order = torch.stack([torch.randperm(len(record), generator=g) for g in among])
         for i, rows in enumerate(order[:, : number * batch].split(batch, 1)):
             found = gradient(network, climber.parameters, record.take(rows), rule)
             rate = ascent.rate_at(epoch * number + i, epochs * number)
             norm = climber.step(found, rate)
-        done = (epoch + 1) * number
-        yield State(step=done, parameters=climber.parameters.clone(), norm=norm)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Which weights draw the responses, and how far they are from those they stand for.
-
-    Args:
-        lag: updates between the weights that draw and the newest.
-        every: updates from one refresh of the sampler to the next.
-        frozen: the sampler keeps the weights of the start.
-        mixed: a batch is drawn by so many versions, the newest first, each `lag` updates older
-            than the one before; 1: by the one that lags.
-        sigma: size of a fixed Gaussian direction added to the weights, in units of the starting
-            root mean square of each matrix; 0: none.
-        bits: weights of the matrices are rounded to so many bits a column; 0: not rounded.
-        top_p: mass of the nucleus that tokens are drawn from.
-    """
-
-    lag: int = 0
-    every: int = 1
-    frozen: bool = False
-    mixed: int = 1
-    sigma: float = 0.0
-    bits: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("lag", 0), ("every", 1), ("mixed", 1), ("sigma", 0), ("bits", 0)):
-            if not getattr(self, name) >= least:
-                raise BadInput(f"{name} is {getattr(self, name)}; allowed: {least} or more")
-        if self.bits == 1 or not 0 < self.top_p <= 1:
-            raise BadInput(
-                f"bits is {self.bits}, top_p is {self.top_p}; allowed: 0 or at least 2 bits, and a "
-                "mass above 0 and at most 1"
-            )
-
-
-MATRICES = ("A", "U", "W", "O")
-
-
-def direction(
-    network: Network, start: Float[Tensor, "S D"], among: Generators
-) -> Float[Tensor, "S D"]:
-    """A Gaussian direction, each parameter's share scaled by its root mean square at the start."""
-    draws = torch.stack([torch.randn(start.shape[1], generator=g) for g in among]).to(start.dtype)
-    for value, share in zip(
-        network.unpack(start).values(), network.unpack(draws).values(), strict=True
-    ):
-        dims = tuple(range(1, value.dim()))
-        share.mul_(value.square().mean(dims, keepdim=True).sqrt())
-    return draws
+        yield climber.state((epoch + 1) * number, norm)
 
 
 def rounded(network: Network, parameters: Float[Tensor, "S D"], b: int) -> Float[Tensor, "S D"]:
@@ -284,30 +159,17 @@ def rounded(network: Network, parameters: Float[Tensor, "S D"], b: int) -> Float
 
 @final
 class Source:
-    """The sampler of a run: it keeps as many past weights as it needs, and draws from them."""
+    """The sampler of a run: past weights, rounded, and responses drawn from them."""
 
     def __init__(
         self, network: Network, start: Float[Tensor, "S D"], sampler: Sampler, among: Generators
     ) -> None:
         self.network, self.sampler, self.among = network, sampler, among
-        deepest = sampler.lag * sampler.mixed + sampler.every
-        self._past: deque[Tensor] = deque([start.clone()], maxlen=deepest)
-        self._offset = sampler.sigma * direction(network, start, among) if sampler.sigma else None
-        self._step = 0
-
-    def learn(self, parameters: Float[Tensor, "S D"]) -> None:
-        """Take note of new weights; they are used when the sampler's rule lets them in."""
-        if not self.sampler.frozen:
-            self._step += 1
-            self._past.append(parameters.clone())
+        self.versions = Versions(network.unpack, start, sampler, among)
 
     def weights(self, version: int = 0) -> Float[Tensor, "S D"]:
         """What draws: the weights that are due, with noise, rounded."""
-        back = self.sampler.lag * (version + (self.sampler.mixed == 1))
-        back += self._step % self.sampler.every
-        found = self._past[max(0, len(self._past) - 1 - back)]
-        if self._offset is not None:
-            found = found + self._offset
+        found = self.versions.due(version)
         return rounded(self.network, found, self.sampler.bits) if self.sampler.bits else found
 
     def draw(
@@ -359,21 +221,6 @@ def joined(parts: list[Record]) -> Record:
     return replace(parts[0], **{name: cat(name) for name in names})
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """When the policy of a penalty is refreshed.
-
-    Args:
-        every: updates from one hard copy to the next; None: never.  An epoch of the prompts is a
-            number of updates too.
-        share: of the policy in each refresh; 1 is a hard copy, less a mix-up (EMA).
-    """
-
-    every: int | None = None
-    share: float = 1.0
-
-
 def online(
     network: Network,
     start: Float[Tensor, "S D"],
@@ -403,39 +250,30 @@ def online(
         steps: batches.
         batch: prompts of a batch.
         group_size: responses of a prompt.
-        passes: updates made with each batch; the first sees the weights that the sampler was
-            compared with, and they anchor decoupled clips.
+        passes: updates made with each batch.
         reference: of a penalty; None: the rule has none.
         admit: what of a batch is trained on.
     """
-    climber = Climber(network, start, ascent)
     source = Source(network, start, sampler, among)
-    anchor = None if reference is None else start.clone()
     head = isinstance(rule, Estimator) and rule.centering is not None
-    decoupled = isinstance(rule, Estimator) and "proximal_logp" in rule.needs
-    norm = start.new_zeros(len(start))
-    yield State(step=0, parameters=climber.parameters.clone(), norm=norm)
-    for step in range(steps):
+
+    def draw() -> Record:
         who = torch.stack([torch.randint(prompts.shape[1], (batch,), generator=g) for g in among])
         chosen = prompts.gather(1, who.unsqueeze(-1).expand(-1, -1, prompts.shape[-1]))
-        record = admit(source.draw(chosen, group_size, grade, head=head))
-        proximal = None
-        if decoupled:
-            tape = network.forward(climber.parameters, record.prompts, record.tokens)
-            proximal = tape.of(record.tokens)
-        for _ in range(passes):
-            found = gradient(
-                network, climber.parameters, record, rule, reference=anchor, proximal=proximal
-            )
-            norm = climber.step(found, ascent.rate_at(step, steps))
-            source.learn(climber.parameters)
-        if anchor is not None and _due(reference, step + 1):
-            anchor = ema(anchor, climber.parameters, coefficient=reference.share)  # type: ignore[union-attr]
-        yield State(step=step + 1, parameters=climber.parameters.clone(), norm=norm)
+        return admit(source.draw(chosen, group_size, grade, head=head))
 
+    def update(parameters: Tensor, record: Record, others: Others) -> Tensor:
+        return gradient(network, parameters, record, rule, others=others)
 
-def _due(reference: Reference | None, step: int) -> bool:
-    return reference is not None and reference.every is not None and step % reference.every == 0
+    return rounds(
+        Climber(network.unpack, start, ascent),
+        draw,
+        update,
+        source.versions.learn,
+        steps=steps,
+        passes=passes,
+        reference=reference,
+    )
 
 
 def fit(
@@ -445,7 +283,7 @@ def fit(
     *,
     steps: int = 800,
     batch: int = 256,
-    ascent: Ascent = Ascent(rate=5e-3, last_rate=1e-5),
+    ascent: Ascent = FITTING,
 ) -> Float[Tensor, "S D"]:
     """A base policy: maximum likelihood on fresh demonstrations.
 
@@ -453,7 +291,7 @@ def fit(
         draw: prompts and responses of so many demonstrations.
     """
     start = network.initial(among)
-    climber = Climber(network, start, ascent)
+    climber = Climber(network.unpack, start, ascent)
     for step in range(steps):
         prompts, tokens = draw(batch)
         tape = network.forward(climber.parameters, prompts, tokens)

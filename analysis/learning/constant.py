@@ -9,7 +9,7 @@ from windage.analysis.learning.drawn import Drawn, Reward
 from windage.analysis.learning.recipes import without_baseline
 from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
 from windage.estimators.catalogue import get
-from windage.toy.training import Sampler
+from windage.toy.ascent import Sampler
 
 SOURCE = "arXiv:2609.20807"
 ZERO_ONE, PLUS_MINUS, GROUP = "reward 0 or 1", "reward -1 or 1", "reward minus group mean"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from windage.analysis.learning.world import TRAIN, World
+from windage.toy.ascent import Ascent, Reference, Sampler
 from windage.toy.learning import State
-from windage.toy.training import Ascent, Record, Reference, Rule, Sampler, online
+from windage.toy.training import Record, Rule, online
 
 Reward = Literal["plus or minus", "zero or one", "constant"]
 

@@ -13,8 +13,9 @@ from windage.analysis.learning.recorded import BATCH
 from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
 from windage.analysis.learning.world import TRAIN, World
 from windage.estimators.catalogue import get
+from windage.toy.ascent import Ascent, Sampler
 from windage.toy.learning import State
-from windage.toy.training import Ascent, Record, Sampler, Source, offline
+from windage.toy.training import Record, Source, offline
 
 SOURCE = "Le Roux et al., 2025, arXiv:2503.14286"
 ROUNDS, EPOCHS, GROUP_SIZE = 5, 2, 16

@@ -8,7 +8,7 @@ from functools import partial
 from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import without_baseline
 from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
-from windage.toy.training import Sampler
+from windage.toy.ascent import Sampler
 
 PANEL = "reward 1 for every response"
 STEPS, NOISE = 120, 0.2

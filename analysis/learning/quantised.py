@@ -9,7 +9,8 @@ from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import PPO, grouped, without_baseline
 from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
 from windage.estimators.catalogue import get
-from windage.toy.training import Rule, Sampler
+from windage.toy.ascent import Sampler
+from windage.toy.training import Rule
 
 SOURCE = "arXiv:2609.20807"
 NOISY, THREE, TWO = "noise 0.4, no baseline", "3 bits, no baseline", "2 bits, no baseline"

@@ -9,8 +9,9 @@ from typing import final
 import torch
 
 from windage.analysis.learning.world import DATA, TRAIN, World
+from windage.toy.ascent import Ascent
 from windage.toy.learning import State
-from windage.toy.training import Ascent, Record, Rule, offline
+from windage.toy.training import Record, Rule, offline
 
 BATCH = 256
 

@@ -12,7 +12,7 @@ from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import use
 from windage.estimators.penalty import loss_k2
-from windage.toy.training import Reference
+from windage.toy.ascent import Reference
 
 SOURCE = "document 001"
 PANEL = "schedule of the reference"

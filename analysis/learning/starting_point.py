@@ -14,8 +14,8 @@ from windage.estimators.catalogue import get
 from windage.estimators.correction import Correction, none, token
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import use
+from windage.toy.ascent import Sampler
 from windage.toy.sums import Sums
-from windage.toy.training import Sampler
 
 SOURCE = "document 002"
 PANEL = "16 updates late, noise 0.1"

@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.estimators.errors import unknown
+from windage.toy.ascent import Sampler
 from windage.toy.network import Network
 from windage.toy.scores import evaluate
 from windage.toy.sums import Demonstrator, Sums, generators, whole
-from windage.toy.training import Record, Sampler, Source, fit
+from windage.toy.training import Record, Source, fit
 
 BASES: dict[str, tuple[Sums, Demonstrator]] = {
     "hard": (Sums(), Demonstrator(easy=0.32, hard=0.75, malformed=0.40)),
