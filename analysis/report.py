@@ -25,6 +25,7 @@ from windage.analysis.terminal import Rendered
 
 PAGES = {
     "audit": "windage.analysis.audit.page",
+    "choose": "windage.analysis.choose.page",
     "claims": "windage.analysis.claims.page",
     "learn": "windage.analysis.learning.page",
     "study": "windage.analysis.studies.study_page",
