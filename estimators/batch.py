@@ -309,20 +309,21 @@ def _tokens(
     """The tokens of each row, placed `[P G T ...]` and filled with 0."""
     integers = name in ("versions", "head_ids")
     kind = torch.int64 if integers else torch.bool if name == "mask" else dtype
-    values = []
     for row, entry in enumerate(column):
         if len(entry) != len(mask[row]):
             raise ValueError(f"row {row}: {name} has length {len(entry)}, mask {len(mask[row])}")
         if isinstance(entry, (list, tuple)) and None in entry:
             raise ValueError(f"row {row}: {name} is None at position {entry.index(None)}")
-        values.append(torch.as_tensor(entry, dtype=kind))
-    tail = next((value.shape[1:] for value in values if len(value)), ())
-    longest = max([len(row) for row in mask], default=0)
-    out = torch.zeros((*index.shape, longest, *tail), dtype=kind)
-    for p, g in torch.nonzero(index >= 0).tolist():
-        value = values[int(index[p, g])]
-        if len(value):
-            out[p, g, : len(value)] = value
+    placed = [column[row] for row in index[index >= 0].tolist()]
+    counts = torch.tensor([len(entry) for entry in placed], dtype=torch.long)
+    lengths = torch.zeros_like(index).masked_scatter(index >= 0, counts)
+    if all(isinstance(entry, (list, tuple)) for entry in placed):
+        flat = torch.tensor([token for entry in placed for token in entry], dtype=kind)
+    else:
+        flat = torch.cat([torch.as_tensor(e, dtype=kind) for e in placed if len(e)] or [counts[:0]])
+    real = torch.arange(max(map(len, mask), default=0)) < lengths.unsqueeze(-1)
+    out = torch.zeros((*real.shape, *flat.shape[1:]), dtype=kind)
+    out[real] = flat.to(kind)
     return out
 
 

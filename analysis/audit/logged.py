@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, final
 
 import torch
@@ -65,9 +66,20 @@ class Logged:
     mask: list[list[int]]
     columns: dict[str, list[Any]] = field(default_factory=dict)
     group_size: int | None = None
+    made: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What these rows give, made on first use: an audit asks for it entry by entry."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def pick(self, order: Sequence[int]) -> Logged:
         """Some rows, in some order."""
+        picked: Logged = self._once(tuple(order), lambda: self._picked(order))
+        return picked
+
+    def _picked(self, order: Sequence[int]) -> Logged:
         return replace(
             self,
             rewards=[self.rewards[i] for i in order],
@@ -79,8 +91,13 @@ class Logged:
     def batch(self, subject: Subject) -> Batch:
         """The padded batch, with rewards and parts of them that the estimator can take."""
         signed = subject.estimator.advantage.traits.rewards == "any"
+        key = subject.assemble, signed
+        batch: Batch = self._once(key, lambda: self._batch(subject.assemble, signed))
+        return batch
+
+    def _batch(self, assemble: Callable[..., Batch], signed: bool) -> Batch:
         rewards = [r if r is None or signed else abs(r) for r in self.rewards]
-        batch = subject.assemble(
+        batch = assemble(
             rewards,
             self.groups,
             mask=self.mask,
@@ -118,7 +135,8 @@ def _column(name: str, length: int, generator: torch.Generator) -> Any:
     return (numbers if name == "values" else -1.5 + 0.7 * numbers).tolist()
 
 
-def random_rows(seed: int, *, sizes: Sequence[int] = (4, 3, 4), holes: bool = True) -> Logged:
+@lru_cache(maxsize=64)
+def random_rows(seed: int, *, sizes: tuple[int, ...] = (4, 3, 4), holes: bool = True) -> Logged:
     """Groups in interleaved order, rows of one to five tokens with tool tokens among them.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from typing import final
 
 import torch
@@ -36,6 +37,17 @@ class Case:
     name: str
     problem: Problem
     group_size: int
+
+    @cached_property
+    def gradient(self) -> Tensor:
+        """Of the expected reward."""
+        return objective(self.problem).gradient
+
+    @cached_property
+    def variants(self) -> tuple[Problem, Problem, Problem]:
+        """On-policy, off-policy, and off-policy with a shift of the rewards."""
+        shifted = replace(self.problem, rewards=self.problem.rewards + SHIFT)
+        return self.problem.on_policy(), self.problem, shifted
 
 
 @final
@@ -69,6 +81,7 @@ def _random(
     return make("generated", shape, logits, rewards, behavior=logits + normal(far))
 
 
+@lru_cache(maxsize=16)
 def generated(seed: int) -> tuple[Case, ...]:
     """Random problems: one and two prompts, with and without a stop, three kinds of reward."""
     generator = torch.Generator().manual_seed(seed)
@@ -91,6 +104,7 @@ def generated(seed: int) -> tuple[Case, ...]:
     )
 
 
+@cache
 def witnesses() -> tuple[Case, ...]:
     """Named problems on which what is claimed not to hold must show it."""
     plain = tree()
@@ -117,6 +131,7 @@ def facts(estimator: Estimator, case: Case) -> Facts | None:
     ready = sized(estimator, problem.tree.horizon)
     if ready.advantage.traits.rewards == "nonnegative":
         problem = replace(problem, rewards=problem.rewards - problem.rewards.min().clamp(max=0))
+        case = replace(case, problem=problem)
 
     def run(variant: Problem) -> Moments:
         if "values" in ready.needs:
@@ -131,13 +146,8 @@ def facts(estimator: Estimator, case: Case) -> Facts | None:
 
     if "values" in ready.needs and problem.prompts > 1:
         return None
-    return Facts(
-        case=replace(case, problem=problem),
-        gradient=objective(problem).gradient,
-        on=run(problem.on_policy()),
-        off=run(problem),
-        shifted=run(replace(problem, rewards=problem.rewards + SHIFT)),
-    )
+    on, off, shifted = map(run, case.variants)
+    return Facts(case=case, gradient=case.gradient, on=on, off=off, shifted=shifted)
 
 
 def parted(batch: Batch, index: Tensor) -> Batch:
