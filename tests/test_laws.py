@@ -339,3 +339,21 @@ def test_bounds_of_a_batch_are_met_where_every_mean_is_longer_than_thought(
     longer = float(truth.mean.square().sum() - found.mean.square().sum())
     square = float(truth.variance - found.variance) + longer
     assert known.variance == pytest.approx(square + longer)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_exponential_kernels_bound_what_is_outside(degree: int, side: int) -> None:
+    """Against the list; not vacuous: within a factor of 30 at one standard deviation."""
+    chain = stale(reasoning(6, (0.3, 0.6)), 0.3)
+    known, listed = law(chain, mean=False, power=0, frequencies=16), every(chain)
+    spread = float((listed.mass * listed.x.square()).sum(1).max().sqrt())
+    size = listed.score.square().sum((-1, -2)).sqrt()
+    for level in (1.0, 2.0, 3.0):
+        beyond = side * listed.x > level * spread
+        weight = torch.where(beyond, listed.mass * (degree * listed.x).exp(), 0.0)
+        for squared in (False, True):
+            wanted = (weight * size ** (2 if squared else 1)).sum(1)
+            bound = known.outside(side * level * spread, degree, side, squared=squared)
+            assert bool((wanted <= bound).all())
+            assert level > 1.0 or bool((bound < 30 * wanted).all())

@@ -17,35 +17,43 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from windage.analysis.studies.bounds import figure_bounds
 from windage.analysis.studies.figures import from_moments
 from windage.analysis.studies.reading import POINT, UNBIASED, UNCORRECTED, Study
-from windage.analysis.studies.study import SCHEMA, about_objective, about_problem, bind, filled, row
+from windage.analysis.studies.study import SCHEMA, about_objective, about_problem, bind, filled
 from windage.analysis.tables import text
 from windage.estimators.catalogue import FIRST
 from windage.estimators.estimator import Estimator
 from windage.toy.behavior import with_behavior
 from windage.toy.chains import Chain, reasoning
+from windage.toy.exact.automata import refusal, sweep
 from windage.toy.exact.moments import Moments
 from windage.toy.exact.plan import Plan, undefined
-from windage.toy.exact.automata import automata, refusal
 from windage.toy.exact.transfer import mismatch
 from windage.toy.objective import Objective, objective
 
 LENGTHS = tuple(2**k for k in range(4, 16))
+LONGEST = LENGTHS[-1]
 LAGS = (0, 1, 2, 4, 8, 16, 32, 64)
 GROUP_SIZES = (2, 8, 32)
 GROUP_SIZE, LAG = 8, 8
 BATCHES = (3072, 24576)
 DIVERGENCE = 1e-6
+FREQUENCIES = 128
 TOKEN = "token_is"
 PLAIN = (UNCORRECTED, TOKEN, UNBIASED, "centered")
 CHOSEN = Plan(engine="transfer", reason="recursion over states, many estimators at once")
 
 
 def served() -> list[Estimator]:
-    """Entries whose moments the recursion over states gives."""
-    chain = reasoning(1)
-    return [e for e in FIRST if undefined(e, chain, GROUP_SIZE) is None and refusal(e) is None]
+    """Entries whose moments the recursion over states gives at every length."""
+    return [e for e in FIRST if left_out(e) is None]
+
+
+def left_out(estimator: Estimator) -> str | None:
+    """Why an entry has no rows, or None."""
+    longest = reasoning(LONGEST)
+    return undefined(estimator, longest, GROUP_SIZE) or refusal(estimator, longest)
 
 
 def rate(chain: Chain, target: float = DIVERGENCE) -> float:
@@ -75,7 +83,8 @@ def line(
 ) -> dict[str, Any]:
     """An estimator's exact figures at one place, without the mean."""
     found = from_moments(moments, goal, chain.rewards)
-    made = filled(estimator, goal, group_size, CHOSEN, moments.mean, found)
+    bounds = figure_bounds(moments, goal, found)
+    made = filled(estimator, goal, group_size, CHOSEN, moments.mean, found, None, bounds)
     spread = made["variance_rescaled"]
     noise = None if spread is None else math.sqrt(max(0.0, spread)) / made["gradient_norm"]
     return {**made, "mean": None, "noise": noise}
@@ -104,11 +113,12 @@ def at_length(
         for lag, chain in zip(lags, chains, strict=True)
         for estimator in estimators
     ]
+    pairs = [(estimator, chain) for estimator, chain, _ in places]
+    found = sweep(pairs, group_sizes, FREQUENCIES)
     rows = []
-    for size in group_sizes:
-        found = automata([(estimator, chain) for estimator, chain, _ in places], size)
+    for i, size in enumerate(group_sizes):
         for (estimator, chain, lag), moments in zip(places, found, strict=True):
-            made = line(estimator, chain, goal, size, moments)
+            made = line(estimator, chain, goal, size, moments[i])
             rows.append({**made, "horizon": horizon, "steps": lag})
     return sites, rows
 
@@ -128,7 +138,6 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
         sites += more
         rows += made
         advance(len(rows), len(made) * len(LENGTHS))
-    left_out = (row(bind(e, first), first, goal, GROUP_SIZE) for e in FIRST)
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "study": "length",
@@ -141,7 +150,7 @@ def run(advance: Callable[[int, int], None] = lambda done, total: None) -> dict[
             "group_size": list(GROUP_SIZES),
         },
         "responses": {"shown": list(BATCHES)},
-        "left_out": {r["estimator"]: r["reason"] for r in left_out if r["scale"] is None},
+        "left_out": {e.name: why for e in FIRST if (why := left_out(e)) is not None},
         "sites": sites,
         "rows": rows,
     }

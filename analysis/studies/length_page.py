@@ -23,7 +23,9 @@ from windage.analysis.tables import NOISE, Column, Table, text
 from windage.analysis.terminal import Rendered
 
 Document = Mapping[str, Any]
-FOLLOWED = (UNCORRECTED, "token_is", UNBIASED, "centered", "grpo")
+FOLLOWED = (UNCORRECTED, "token_is", UNBIASED, "sequence_tis", "centered", "grpo")
+# Biases below are as good as none, and not shown.
+LEAST = 4e-3
 CONTOURS = (0.01, 0.1, 1.0, 10.0)
 
 
@@ -55,9 +57,10 @@ def mismatches(document: Document, key: str) -> dict[int, str]:
 
 def paint_growth(axes: Any, study: Study, key: str, factor: float, label: str) -> Later:
     """One figure of the named estimators against length, both axes logarithmic."""
-    series = {
+    values = {
         name: [factor * study.at(n, LAG)[name][key] for n in study.lengths] for name in FOLLOWED
     }
+    series = {name: [v if v > LEAST else math.nan for v in vs] for name, vs in values.items()}
     if key != "noise":
         del series[UNBIASED]
     axes.set_xscale("log", base=2)
@@ -120,7 +123,7 @@ def overview(document: Document) -> Figure:
         plots.heading(left, f"At lag {LAG} (KL {kl} nats a token), in units of the gradient")
         plots.heading(
             right,
-            f"Who makes most progress, in % of the exact gradient's (brackets: {UNCORRECTED})",
+            f"Least squared error: progress in % of the exact gradient's (brackets: {UNCORRECTED})",
         )
         above, below = left.subplots(2, 1, sharex=True)
         later = [
@@ -142,9 +145,11 @@ def overview(document: Document) -> Figure:
         "length",
         paint,
         size=(13, 7),
-        caption="Left: what one update of the stated size gets wrong, after dividing by its scale. "
-        f"Right, {responses} responses an update in groups of {GROUP_SIZE}: which family makes "
-        f"most progress, how much in % of the exact gradient's, and {UNCORRECTED}'s in brackets; "
+        caption="Left: what one update of the stated size gets wrong, after dividing by its scale; "
+        f"biases below {LEAST:g} are not shown. "
+        f"Right, {responses} responses an update in groups of {GROUP_SIZE}: which family has the "
+        f"least mean squared error after dividing by its scale, the progress that leaves in % of "
+        f"the exact gradient's, and {UNCORRECTED}'s in brackets; "
         f"gray where {UNCORRECTED} is within a point of the best; dashed: equal KL of a whole "
         f"response. {how(document)}",
         alt=" ".join(document["reading"]),
@@ -250,7 +255,22 @@ def limits(document: Document) -> list[str]:
         "response then grows with its length; that, not the number of tokens, carries over.",
         "Progress lets each estimator have its best step size. Rows with a scale that is not above "
         "0 point the wrong way and make none.",
+        bounded(document),
     ]
+
+
+def bounded(document: Document) -> str:
+    """Which rows are approximate, and how far from the truth they may be."""
+    rows = [row for row in document["rows"] if row["error_bound"]]
+    names = " and ".join(sorted({row["estimator"] for row in rows}))
+    if not rows:
+        return "All rows are exact."
+    share = median(row["error_bound"]["variance"] / row["variance"] for row in rows)
+    return (
+        f"{names} look at the law of a whole response's ratio, which is approximate: each row has "
+        f"its proven error_bound, {text(share, percent=True)} of the variance for the middle one. "
+        "The other rows are exact."
+    )
 
 
 def summary(document: Document) -> Rendered:
