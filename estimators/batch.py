@@ -28,6 +28,35 @@ TOKEN_FIELDS = (
 HEAD_FIELDS = ("head_ids", "head_behavior_logp", "head_logp")
 RESPONSE_FIELDS = ("outcomes", "truncated", "elapsed")
 
+# Columns of a rollout store, one row a response, and what each holds; a list has one entry a token
+# of the response, but for `prompt_ids` and `components`.  Written by `llm`, read by `analysis`.
+SCHEMA_VERSION = 1
+ROLLOUT_FIELDS = {
+    "group_id": "text",
+    "sample_id": "text",
+    "prompt_ids": "integers",
+    "response_ids": "integers",
+    "mask": "booleans",
+    "behavior_logp": "numbers",
+    "versions": "integers",
+    "reward": "number or null",
+    "outcome": "number or null",
+    "finish_reason": "text",
+    "temperature": "number",
+    "top_p": "number",
+    "top_k": "integer or null",
+    "seed": "integer or null",
+    "elapsed": "number",
+    "rejected": "text or null",
+}
+ROLLOUT_OPTIONAL = {
+    "head_ids": "integers by token",
+    "head_behavior_logp": "numbers by token",
+    "proximal_logp": "numbers",
+    "reference_logp": "numbers",
+    "components": "numbers",
+}
+
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
