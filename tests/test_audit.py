@@ -195,7 +195,21 @@ def test_the_opposite_of_a_boolean_claim_fails(name):
     assert len(rows) == len(PROPERTIES) and all(row.ok is False for row in rows)
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "topr", "icepop", "maxrl", "prompt_mean"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dr_grpo",
+        "topr",
+        "icepop",
+        "maxrl",
+        "prompt_mean",
+        "gmpo",
+        "decoupled_tis",
+        "clip_cov",
+        "geometric_mask",
+        "dppo_kl",
+    ],
+)
 def test_any_other_value_of_a_valued_claim_fails(name):
     entry, tried_ = get(name), set()
     for claim in entry.claims:
@@ -215,6 +229,9 @@ def test_any_other_value_of_a_valued_claim_fails(name):
 def test_a_claim_has_a_known_property_and_value():
     with pytest.raises(BadInput, match="nearest valid name: bounded"):
         Claim(property="bound")
+    for factor in ("ratios; own token", "ratio; own tokens", "ratio; own token; policy / teacher"):
+        with pytest.raises(BadInput, match="unknown (weight rule|reach|pair of policies)"):
+            Claim(property="weight", value=f"1 × {factor}")
     with pytest.raises(BadInput, match="1 / N"):
         Claim(property="share", value="1 / M")
     assert [c.holds for c in claims("bounded") if c.property == "bounded"] == [True]

@@ -35,6 +35,7 @@ from windage.estimators.estimator import Coefficients
 
 BESIDE = 1e-9
 LARGE, LARGER = 30.0, 600.0
+SPREADS = (1e-3, 0.02, 0.2, 1.0, 3.0)
 REWARDS = torch.linspace(-1, 1, 5, dtype=torch.float64)
 
 
@@ -87,7 +88,7 @@ def weight(subject: Subject, claim: Claim, seed: int) -> Finding:
     assert claim.value is not None
     worst_gap, place = 0.0, ""
     for one in (subject, *at_shares(subject)[5::10]):
-        for spread in (0.2, 1.0, 3.0):
+        for spread in SPREADS:
             logged = _spread(random_rows(seed), spread)
             _, rows = _ragged(one, logged)
             for i, row in enumerate(rows):
@@ -123,16 +124,19 @@ def _spread(rows: Logged, times: float) -> Logged:
 
 
 def share(subject: Subject, claim: Claim, seed: int) -> Finding:
-    """Coefficient over advantage and weight against the declared share, with an empty row."""
+    """Coefficient over advantage and weight against the declared share, with an empty row.
+
+    Log-ratios are near 0, so that narrow bands keep what a share can be read from.
+    """
     assert claim.value is not None
-    rows = random_rows(seed)
+    rows = _spread(random_rows(seed), SPREADS[0])
     rows = replace(rows, mask=[[0] * len(m) if i == 1 else m for i, m in enumerate(rows.mask)])
     gone = next(i for i, g in enumerate(rows.groups) if g == 0 and i != 1)
     rows = replace(rows, rewards=[None if i == gone else r for i, r in enumerate(rows.rewards)])
     _, found = _ragged(subject, rows)
     present = [i for i, r in enumerate(rows.rewards) if r is not None]
     tokens = {i: sum(rows.mask[i]) for i in present}
-    size = 0.0
+    size, read = 0.0, 0
     for i in present:
         counted = Counted(
             responses=len(present),
@@ -146,9 +150,11 @@ def share(subject: Subject, claim: Claim, seed: int) -> Finding:
             step = found[i]["advantage"][t] * found[i]["weight"][t]
             if step == 0 and own == 0:
                 continue
+            read += 1
             want = SHARES[claim.value](counted)
             size = max(size, abs(own / step - want) / want if step != 0 else math.inf)
-    return Finding(size=size, witness=f"random rows (seed {seed}), one empty and one absent")
+    witness = f"random rows (seed {seed}), one empty and one absent"
+    return Finding(size=size if read else math.inf, witness=witness)
 
 
 def _grid(subject: Subject, log_ratios: Tensor) -> list[tuple[float, Tensor]]:
