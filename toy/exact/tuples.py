@@ -129,14 +129,23 @@ class Responses:
     ) -> Float[Tensor, "M P N V"]:
         """The estimate of each batch: the coefficients, summed by parameter and pulled back."""
         found = coefficients(estimator, batch)
+        return self.pulled_back(index, found.own, found.head)
+
+    def pulled_back(
+        self,
+        index: Int[Tensor, "M P G"],
+        own: Float[Tensor, "M P G T"],
+        head: Float[Tensor, "M P G T V"] | None,
+    ) -> Float[Tensor, "M P N V"]:
+        """Coefficients of the responses of the given numbers, times scores, by the logits."""
         m, p, _ = index.shape
         n, v = self.problem.logits.shape[1:]
         real = self.real[index]
-        own = torch.where(real, found.own, 0.0).reshape(m, p, -1)
+        own = torch.where(real, own, 0.0).reshape(m, p, -1)
         visits = own.new_zeros((m, p, n * v))
         visits.scatter_add_(2, self.parameter[index].reshape(m, p, -1), own)
-        if found.head is not None:
-            head = torch.where(real.unsqueeze(-1), found.head, 0.0).reshape(m, p, -1)
+        if head is not None:
+            head = torch.where(real.unsqueeze(-1), head, 0.0).reshape(m, p, -1)
             place = self.prefix.clamp(min=0)[index].unsqueeze(-1) * v + torch.arange(v)
             visits.scatter_add_(2, place.reshape(m, p, -1), head)
         return pull_back(visits.view(m, p, n, v), self.walk.probability)
