@@ -214,6 +214,7 @@ CLIPS = (
         paper="Cui et al., 2025, arXiv:2505.22617",
         differences=_differences(
             "The divergence's gradient is that of |log pi - log mu|, as in verl.",
+            "At least one token of a batch is pulled, as in verl: a large part of a toy batch.",
             "The share is of the whole batch; verl counts a micro-batch.",
         ),
     ),
