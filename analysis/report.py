@@ -28,6 +28,7 @@ PAGES = {
     "choose": "windage.analysis.choose.page",
     "claims": "windage.analysis.claims.page",
     "learn": "windage.analysis.learning.page",
+    "pipeline": "windage.analysis.pipeline.page",
     "study": "windage.analysis.studies.study_page",
 }
 

@@ -20,6 +20,7 @@ VERBS = {
     "audit": "do declared claims hold? for catalogue entries and for any module:function loss",
     "claims": "the documents' statements, executed: statement, measured figures, verdict",
     "learn": "training on toy problems: who improves, stalls, drifts, collapses",
+    "pipeline": "asynchronous pipeline: throughput, lag, selection bias",
     "choose": "lag, length, group size, budget in: ranked recipes with the reasons",
 }
 

@@ -5,7 +5,7 @@ then ends of responses and verdicts in the order of starts; so a slot that becom
 starts under the new version.
 
     a response   waits for a slot, is written, is judged, waits for its group, then in the queue
-    a step       takes batch / group_size groups, first in first out; commits `scoring` + update later
+    a step       takes batch / group_size groups, in order; commits after scoring and update
     the weights  of a commit arrive `sync` later
 """
 

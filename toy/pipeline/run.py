@@ -47,6 +47,7 @@ class Run:
         pieces: records of `engine.PIECE`; in flight only.
         length: tokens of each response if nobody cuts it.
         difficulty: of its prompt, from 0 to 1.
+        right: reward of each response if nobody cuts it.
     """
 
     pipeline: Pipeline
@@ -55,6 +56,7 @@ class Run:
     pieces: NDArray[Any]
     length: Floats
     difficulty: Floats
+    right: Integers
 
     @property
     def seconds(self) -> float:
@@ -272,6 +274,7 @@ def _finished(
         pieces=pieces,
         length=draws.tokens[: len(responses)],
         difficulty=np.repeat(difficulty, pipeline.group_size)[: len(responses)],
+        right=draws.reward[: len(responses)],
     )
     if run.ledger:
         raise ArithmeticError(f"the ledger is off by {run.ledger} responses")
