@@ -19,7 +19,7 @@ from windage.toy.exact.plan import exact, plan, seeded
 from windage.toy.exact.tuples import Responses
 from windage.toy.objective import objective
 from windage.toy.problems import Problem, Tree, make
-from windage.toy.sampling import BLOCKS, Sample, draw, jackknife, sample
+from windage.toy.sampling import BLOCKS, Draws, Leaves, Sample, draw, jackknife, sample
 
 REPLICATES = 60
 # Every test of chance below fails by accident with at most this probability.
@@ -49,6 +49,36 @@ def test_responses_of_probability_zero_are_never_drawn() -> None:
     behavior = torch.tensor([[[-torch.inf, 0.0, -torch.inf, -torch.inf]]])
     problem = make("one", tree, torch.zeros(1, 1, 4), torch.zeros(1, 4), behavior=behavior)
     assert draw(Responses(problem), 100, 3, seeded(0)).unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_a_seed_draws_the_same_for_all_estimators_and_for_any_number(
+    prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drifts of one weight are equal digit for digit: centering's larger tables move no draw."""
+    problem, drifts = typical(prompts, 2), []
+    for name, at_once in (("rloo", 1_000), ("group_mean", 10**7), ("dapo", 333)):
+        monkeypatch.setattr(Leaves, "at_once", at_once)
+        estimator = replace(get(name), aggregation=get("rloo").aggregation, corrections=())
+        drifts.append(Draws(problem, 3, seeded(5), [estimator]).upto(90 * BLOCKS)[0].drift)
+    assert torch.allclose(drifts[0], drifts[1], rtol=0, atol=1e-14)
+    assert torch.allclose(drifts[0], drifts[2], rtol=0, atol=1e-14)
+
+
+def test_more_batches_go_on_where_fewer_ended() -> None:
+    """A block's first batches are the same; the sums go on, they do not start again."""
+    problem, names = typical(2, 2), ("grpo", "centered_tis")
+    draws = Draws(problem, 3, seeded(5), [get(name) for name in names])
+    few, _ = draws.upto(10 * BLOCKS)
+    grown = draws.upto(35 * BLOCKS)
+    for name, more in zip(names, grown, strict=True):
+        anew = sample(get(name), problem, 3, batches=35 * BLOCKS, generator=seeded(5))
+        assert torch.allclose(more.mean, anew.mean, rtol=0, atol=1e-14)
+        assert torch.allclose(more.square, anew.square, rtol=0, atol=1e-14)
+        assert more.size == anew.size == 35
+    # 10 of 35 batches are common: the correlation of block averages is sqrt(10 / 35)
+    pair = torch.stack([few.square, grown[0].square])
+    assert 0.15 < float(torch.corrcoef(pair)[0, 1]) < 0.9
 
 
 def test_equal_seeds_draw_the_same_and_block_size_is_as_asked() -> None:
@@ -96,7 +126,8 @@ def replicates() -> tuple[dict[str, float], list[tuple[dict[str, float], dict[st
     found = []
     for seed in range(REPLICATES):
         drawn = sample(estimator, problem, group_size, batches=10 * BLOCKS, generator=seeded(seed))
-        found.append(jackknife(drawn, lambda s: from_sample(s, goal, problem.rewards)))
+        made = jackknife(BLOCKS, lambda b, s=drawn: from_sample(s.select(b), goal, problem.rewards))
+        found.append((made.whole, made.errors))
     return truth, found  # type: ignore[return-value]
 
 
@@ -147,10 +178,10 @@ def test_jackknife_of_a_mean_is_its_standard_error() -> None:
     parts = torch.arange(32.0, dtype=torch.float64)
     empty = torch.zeros(32, 1, 1, 1, dtype=torch.float64)
     made = Sample(mean=empty, square=parts, drift=empty, size=1)
-    figures, errors = jackknife(made, lambda s: {"mean": float(s.square.mean()), "none": None})
-    assert figures == {"mean": 15.5, "none": None}
-    assert_close(errors["mean"], float(parts.std()) / math.sqrt(32))
-    assert "none" not in errors
+    found = jackknife(BLOCKS, lambda b: {"mean": float(made.select(b).square.mean()), "none": None})
+    assert found.whole == {"mean": 15.5, "none": None}
+    assert_close(found.errors["mean"], float(parts.std()) / math.sqrt(32))
+    assert "none" not in found.errors
 
 
 def test_groups_that_never_vary_are_undefined() -> None:

@@ -176,6 +176,8 @@ def _columns(
     batches = batches_needed(error, wanted)
     if batches is None:
         why = f"the bias alone is {math.sqrt(bias):.3g}, above {wanted:g}"
+        if row.get(f"bias_resolved{form}") is False:
+            why = f"the bias is not told from 0 by sampling, but not from {wanted:g} either"
         out[f"groups_needed_reason{form}"] = why
     else:
         out[f"groups_needed{form}"] = groups * batches

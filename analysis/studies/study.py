@@ -19,13 +19,20 @@ from torch import Tensor
 from windage.analysis.studies.best import beside_frontier
 from windage.analysis.studies.bounds import figure_bounds
 from windage.analysis.studies.decision import decided
-from windage.analysis.studies.figures import NAMES, from_moments, from_sample
+from windage.analysis.studies.figures import NAMES, from_moments
 from windage.analysis.studies.grid import Cell, Given, Settings, bare_site, by_site, cells, site_of
+from windage.analysis.studies.sampled import (
+    BEYOND,
+    check_range,
+    paired,
+    resolution,
+    sampled,
+    too_long,
+)
 from windage.analysis.studies.spread import covariances
 from windage.analysis.workers import side_by_side
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
-from windage.toy.chains import Chain
 from windage.toy.exact.mismatch import mismatch
 from windage.toy.exact.moments import Undefined
 from windage.toy.exact.plan import (
@@ -38,22 +45,15 @@ from windage.toy.exact.plan import (
     compute,
     consider,
     plan,
-    seeded,
     undefined,
 )
 from windage.toy.objective import Objective, objective
 from windage.toy.problem_file import Document
-from windage.toy.problems import Problem
-from windage.toy.sampling import BLOCKS, Figures, Sample, jackknife, sample
+from windage.toy.sampling import Figures
 
 SCHEMA = "windage/study/1"
-PRECISION = 0.01
-RESOLVED = 0.1
-FIRST_BATCHES = 64 * BLOCKS
-SAMPLED_CELLS = 2e7
 # Seconds of work for which other processes, which import torch first, are worth starting.
 MUCH = 4.0
-BEYOND = "beyond the range of float64: the squared length of a gradient"
 BOUNDED = "; the law of the log-ratio is approximate, figures are within error_bound"
 
 Row = dict[str, Any]
@@ -117,7 +117,7 @@ def run(
         "objective": about_objective(objective(first)),
         "sweep": {key: list(values) for key, values in settings.sweep.items()},
         "seed": settings.seed,
-        **_compared(settings, [rows[cell.number] for cell in every], first.prompts),
+        **_compared(settings, paired([rows[c.number] for c in every], every), first.prompts),
         "seconds": perf_counter() - start,
     }
 
@@ -239,9 +239,15 @@ def row(
     try:
         if why := undefined(estimator, problem, group_size):
             raise Undefined(why)
-        chosen = _choose(estimator, problem, group_size, engine)
-        draws = seed, samples
-        measured = _measure(estimator, problem, goal, group_size, chosen.engine, draws, among)
+        chosen = _choose(estimator, problem, group_size, engine, samples)
+        if chosen.engine == "sampling":
+            found, words = sampled(estimator, problem, goal, group_size, seed, samples)
+            chosen = replace(chosen, reason=chosen.reason + words)
+            measured: Any = found.mean, found.figures.whole, found.errors
+            extra = {"left_out": [_finite_all(part) for part in found.figures.left]}
+        else:
+            measured = _measure(estimator, problem, goal, group_size, chosen.engine, among)
+            extra = {}
     except Undefined as problem_:
         return {
             **_head(estimator, group_size),
@@ -249,11 +255,12 @@ def row(
             "mean": None,
             **dict.fromkeys(NAMES),
             **_tail(goal),
+            **resolution(dict.fromkeys(NAMES), None),
             "standard_error": None,
             "error_bound": None,
             "reason": str(problem_),
         }
-    return filled(estimator, goal, group_size, chosen, *measured)
+    return {**filled(estimator, goal, group_size, chosen, *measured), **extra}
 
 
 def filled(
@@ -272,8 +279,9 @@ def filled(
         **_head(estimator, group_size),
         "engine": chosen.engine,
         "mean": _list(mean),
-        **{name: _finite(value) for name, value in figures.items()},
+        **_finite_all(figures),
         **_tail(goal),
+        **resolution(figures, errors),
         "standard_error": errors,
         "error_bound": bounds,
         "why": chosen.reason + (BOUNDED if bounds else ""),
@@ -297,21 +305,26 @@ def _tail(goal: Objective) -> dict[str, Any]:
     }
 
 
-def _choose(estimator: Estimator, problem: Site, group_size: int, engine: str) -> Plan:
+def _choose(
+    estimator: Estimator, problem: Site, group_size: int, engine: str, samples: int | None
+) -> Plan:
     """The engine asked for, or the planner's.
 
     Raises:
         Undefined: the engine asked for is not valid here, or would take too long.
     """
+    chosen = Plan(engine=engine, reason="asked for" + assumed(estimator, problem))
     if engine == "auto":
-        return plan(estimator, problem, group_size)
-    if engine in OPTIONS:
+        chosen = plan(estimator, problem, group_size)
+    elif engine in OPTIONS:
         option = consider(engine, estimator, problem, group_size, budget=PATIENCE * BUDGET)
         if option.refusal is not None:
             raise Undefined(f"engine {engine} is not valid: {option.refusal}")
     elif engine != "sampling":
         raise Undefined(f"engine {engine} does not serve {estimator.name}")
-    return Plan(engine=engine, reason="asked for" + assumed(estimator, problem))
+    if chosen.engine == "sampling" and samples is None and (why := too_long(problem, group_size)):
+        raise Undefined(f"{chosen.reason}; {why}")
+    return chosen
 
 
 def _measure(
@@ -320,103 +333,24 @@ def _measure(
     goal: Objective,
     group_size: int,
     engine: str,
-    draws: tuple[int, int | None],
     among: tuple[int, ...],
-) -> tuple[Tensor, Figures, dict[str, float] | None, Figures | None]:
-    """Mean, figures, standard errors (None: nothing was drawn) and bounds (None: exact).
+) -> tuple[Tensor, Figures, None, Figures | None]:
+    """Mean, figures, no standard errors, and bounds (None: exact).
 
     Raises:
         Undefined: the estimator has no meaning here, or its mean exceeds float64.
     """
     try:
-        if engine == "sampling":
-            if isinstance(problem, Chain):
-                raise Undefined("chains are not sampled")
-            most = draws[1] or _affordable(estimator, problem, group_size)
-            return *_sampled(estimator, problem, goal, group_size, draws[0], most), None
         moments = compute(estimator, problem, group_size, engine, among)
-        _check_range(moments.mean, goal)
+        check_range(moments.mean, goal)
         figures = from_moments(moments, goal, problem.rewards)
         return moments.mean, figures, None, figure_bounds(moments, goal, figures)
     except OverflowError:
         raise Undefined(BEYOND) from None
 
 
-def _check_range(mean: Tensor, goal: Objective) -> None:
-    for tensor in (mean, goal.gradient):
-        if not math.isfinite(float(tensor.square().sum())):
-            raise Undefined(BEYOND)
-
-
-def _affordable(estimator: Estimator, problem: Problem, group_size: int) -> int:
-    """Batches of about ten seconds, by the numbers that one batch touches: the same everywhere."""
-    head = problem.tree.vocab if estimator.centering is not None else 0
-    tokens = group_size * int(problem.lengths.max()) * (1 + head)
-    cells = problem.prompts * (problem.logits[0].numel() + tokens)
-    return max(FIRST_BATCHES, int(SAMPLED_CELLS / cells))
-
-
-def _sampled(
-    estimator: Estimator,
-    problem: Problem,
-    goal: Objective,
-    group_size: int,
-    seed: int,
-    most: int,
-) -> tuple[Tensor, Figures, dict[str, float]]:
-    """Draw more batches until the figures are precise; all estimators see the same draws."""
-    batches = min(FIRST_BATCHES, most)
-    while True:
-        try:
-            drawn = sample(estimator, problem, group_size, batches=batches, generator=seeded(seed))
-        except Undefined:
-            if batches >= most:
-                raise
-            batches = min(most, 16 * batches)
-            continue
-        _check_range(drawn.mean, goal)
-        figures, errors = jackknife(drawn, lambda part: from_sample(part, goal, problem.rewards))
-        errors = _honest(figures, errors, drawn, float(goal.gradient.norm()))
-        lack = _imprecision(figures, errors)
-        if lack <= 1 or batches >= most:
-            return drawn.mean.mean(0), figures, errors
-        batches = min(most, batches * min(16, max(2, math.ceil(1.2 * lack**2))))
-
-
-def _honest(
-    figures: Figures, errors: Mapping[str, float], drawn: Sample, gradient_norm: float
-) -> dict[str, float]:
-    """Standard errors, where a length within the noise has the length of the noise.
-
-    An estimated length is cut off at 0, so that the jackknife sees too little of its spread there.
-    """
-    blocks = len(drawn.mean)
-
-    def noise(parts: Tensor) -> float:
-        spread = (parts - parts.mean(0)).square().sum()
-        return math.sqrt(float(spread) / (blocks * (blocks - 1)))
-
-    lengths = {"drift": noise(drawn.drift)}
-    if (scale := figures["scale"]) is not None:
-        lengths["relative_bias"] = noise(drawn.mean) / gradient_norm
-        if scale != 0:
-            lengths["relative_bias_rescaled"] = lengths["relative_bias"] / abs(scale)
-    out = dict(errors)
-    for name, length in lengths.items():
-        figure = figures[name]
-        if figure is not None and figure < 2 * length:
-            out[name] = max(length, errors.get(name, 0.0))
-    return out
-
-
-def _imprecision(figures: Figures, errors: Mapping[str, float]) -> float:
-    """How many times the standard errors of bias and variance exceed what is wanted."""
-    lack = 0.0
-    for name, least in (("relative_bias", RESOLVED), ("variance", 0.0)):
-        figure, error = figures[name], errors.get(name, 0.0)
-        if figure is not None and error > 0:
-            lack = max(lack, error / (PRECISION * max(abs(figure), least, 1e-300)))
-    return lack
+def _finite_all(figures: Figures) -> Figures:
+    return {name: _finite(value) for name, value in figures.items()}
 
 
 def _finite(value: float | None) -> float | None:

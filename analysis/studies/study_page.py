@@ -11,6 +11,7 @@ from windage.analysis import plots
 from windage.analysis.plots import Figure, Later, family
 from windage.analysis.report import Page, Section
 from windage.analysis.studies import decision_page, length_page, staleness_page
+from windage.analysis.studies.sampled import LENGTHS, resolved, shown
 from windage.analysis.tables import NOISE, Column, Table, reasons, text
 from windage.analysis.terminal import Rendered
 
@@ -95,7 +96,7 @@ def rows_table(document: Document) -> Table:
     shown: list[Mapping[str, Any]] = []
     for row in document["rows"][:MOST_ROWS]:
         errors = row["standard_error"] or {}
-        cells = {key: _cell(row[key], errors.get(key)) for key in FIGURES}
+        cells = {key: _cell(key, row[key], errors.get(key)) for key in FIGURES}
         cells |= {key: row[key] for key in deciding}
         names = {key: row[key] for key in swept(document)}
         shown.append(
@@ -116,13 +117,25 @@ def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         notes.insert(0, f"{more:,} more rows: --json and --out have them.")
     if any(row[key] is None for row in rows if not row.get("reason") for key in FIGURES):
         notes.append("– without a reason: a quotient by 0")
+    if any(row.get(flag) is False for row in rows for flag in LENGTHS.values()):
+        notes.append("< x: not resolved, within three standard errors of 0; plotted at 0.")
     if any(row["scale"] is not None and row["scale"] <= 0 for row in rows):
         notes.append("A scale that is not above 0: the estimate points the wrong way.")
     return notes
 
 
-def _cell(value: Any, error: float | None) -> Any:
-    return f"{text(value)} ± {text(error)}" if value is not None and error is not None else value
+def _cell(key: str, value: Any, error: float | None) -> Any:
+    """A figure, with its standard error; a length that is not told from 0 as what it is below."""
+    if value is None or error is None:
+        return value
+    if key in (*LENGTHS, "drift") and not resolved(value, error):
+        return shown(value, error)
+    return f"{text(value)} ± {text(error)}"
+
+
+def _bias(row: Mapping[str, Any]) -> float:
+    """The rescaled bias to plot: 0 where sampling does not tell it from 0."""
+    return 0.0 if row.get("bias_resolved_rescaled") is False else row["relative_bias_rescaled"]
 
 
 def _given(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -150,7 +163,7 @@ def tradeoff(document: Document) -> Figure | None:
     rows = [r for r in document["rows"] if r["variance_rescaled"] is not None]
     points = [
         (
-            r["relative_bias_rescaled"],
+            _bias(r),
             math.sqrt(max(0.0, r["variance_rescaled"])) / goal,
             r["estimator"],
         )
@@ -246,7 +259,8 @@ def _point(row: Mapping[str, Any] | None, panel: str) -> float | None:
     """A figure to plot: rounding noise is 0, nothing where the estimate points the wrong way."""
     if row is None or row[panel] is None or row["scale"] <= 0:
         return None
-    return 0.0 if row[panel] < NOISE else float(row[panel])
+    value = _bias(row) if panel == "relative_bias_rescaled" else row[panel]
+    return 0.0 if value < NOISE else float(value)
 
 
 def page(document: Document) -> Page:

@@ -224,9 +224,6 @@ def options(estimator: Estimator, problem: Site, group_size: int) -> list[Option
 def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
     """The cheapest valid engine, or the first that costs next to nothing; sampling where none is.
 
-    Raises:
-        Undefined: the problem is a chain, which is not sampled, and no engine is valid.
-
     Example:
         >>> from windage.estimators.catalogue import get
         >>> from windage.toy.problems import bandit
@@ -242,8 +239,6 @@ def plan(estimator: Estimator, problem: Site, group_size: int) -> Plan:
     valid = [o for o in found if o.refusal is None]
     if not valid:
         why = "; ".join(f"{o.engine}: {o.refusal}" for o in found)
-        if isinstance(problem, Chain):
-            raise Undefined(f"no exact engine ({why}), and chains are not sampled")
         reason = f"no exact engine ({why})"
         return Plan(engine="sampling", reason=reason + assumed(estimator, problem))
     best = min(valid, key=lambda o: o.cost)
