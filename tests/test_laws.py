@@ -14,6 +14,7 @@ from windage.analysis.studies.figures import from_moments
 from windage.estimators.advantage import constant
 from windage.estimators.catalogue import get
 from windage.estimators.correction import band, clip, dual_clip, keep, ratio, taper, truncate
+from windage.estimators.maps import mask_negative
 from windage.estimators.member import Member, use
 from windage.toy.chains import Chain, reasoning
 from windage.toy.exact.automata import Laws, sweep
@@ -32,6 +33,7 @@ MAPS = {
     "dual_clip": use(dual_clip),
     "band": use(band, low=0.5, high=2.0),
     "keep": use(keep, low=0.9, high=1.1),
+    "mask_negative": use(mask_negative, delta=0.1),
     "ratio": use(ratio),
 }
 

@@ -78,10 +78,10 @@ class Pieces:
 
 
 def _candidates(map_: Member) -> list[float]:
-    """Logarithms at which a map may change: of its settings v, of 1 + v and of 1 - v."""
+    """Log-ratios at which a map may change: log of its settings v, of 1 + v and 1 - v; v and -v."""
     numbers = [v for _, v in map_.settings if isinstance(v, int | float) and math.isfinite(v)]
     ratios = {r for v in numbers for r in (v, 1 + v, 1 - v) if r > 0} | {1.0}
-    return sorted(math.log(r) for r in ratios)
+    return sorted({math.log(r) for r in ratios} | {r for v in numbers for r in (v, -v)})
 
 
 def pieces(map_: Member, sign: float) -> Pieces | None:
