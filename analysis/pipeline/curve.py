@@ -126,8 +126,8 @@ def _best(d: Data) -> tuple[float, Floats]:
     logs = np.log(d.compute)
     starts = [
         np.array([log(b), logs.min() + share * np.ptp(logs)])
-        for b in (0.5, 1.0, 3.0)
-        for share in (0.2, 0.5, 0.8, 1.3)
+        for b in (0.7, 2.5)
+        for share in (0.3, 0.7, 1.2)
     ]
     return min((_solve(d, {}, s) for s in starts), key=lambda pair: pair[0])
 
@@ -185,7 +185,7 @@ def fit(data: Data) -> Fit:
 
 def profile(f: Fit, name: str, value: float, start: Floats | None = None) -> tuple[float, Floats]:
     """Least sum of squares with one parameter held at a value, and where it is."""
-    begins = [f.place] if start is None else [start, f.place]
+    begins = [f.place if start is None else start]
     logs = np.log(f.data.compute)
     if f.place[1] > logs.max():
         begins.append(np.array([0.0, float(np.median(logs))]))

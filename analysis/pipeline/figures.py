@@ -177,7 +177,8 @@ def paint_selection(canvas: Any, document: Document) -> Iterator[Later]:
 
 def selection(document: Document) -> Figure:
     """Who is selected."""
-    longest = max(len(label(document, p["row"])) for p in document["pictures"])
+    names = [label(document, p["row"]) for p in document["pictures"]]
+    longest = max(map(len, names)) if len(names) > 1 else 0
 
     def paint(canvas: Any) -> Iterator[Later]:
         room = 0.052 * longest + 0.15
