@@ -92,6 +92,11 @@ class Sampling:
         drawn, *beside = self.draws.upto(batches)
         return self._found(drawn, self._controls(beside, self.moments))
 
+    def quiet(self) -> Sample:
+        """What was drawn so far, less the noise that it shares with the controls."""
+        drawn, *beside = self.draws.upto(self.batches)
+        return controlled(drawn, self._controls(beside, self.moments))
+
     @staticmethod
     def _controls(samples: Sequence[Sample], moments: Sequence[Moments]) -> list[Control]:
         pairs = zip(samples, moments, strict=True)
