@@ -74,7 +74,7 @@ def test_an_exact_walk_is_plain_ascent_on_the_objective() -> None:
 def test_seeds_of_an_exact_walk_do_not_mix(name: str) -> None:
     table = two_trees()
     problem = with_behavior(table.problem, "noise", sigma=0.5)
-    found = table.mean(get(name), problem, 2)
+    found = table.mean(get(name), problem, 2, table.engine(get(name), 2))
     for s in range(2):
         assert_close(found[s], exact(get(name), problem.select(s), 2).mean.flatten())
 

@@ -21,7 +21,7 @@ from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator, coefficients
 from windage.toy.ascent import Ascent, Climber, Others, Reference, Sampler, Versions, rounds
 from windage.toy.behavior import KINDS
-from windage.toy.exact.plan import exact
+from windage.toy.exact.plan import exact, plan
 from windage.toy.exact.tuples import Responses
 from windage.toy.exact.walk import Walk
 from windage.toy.learning import State
@@ -101,17 +101,25 @@ class Table:
             found = replace(found, logits=KINDS["bits"](found, b=sampler.bits))
         return KINDS["top_p"](found, p=sampler.top_p) if sampler.top_p < 1 else found.logp
 
-    def mean(self, estimator: Estimator, problem: Problem, group_size: int) -> Float[Tensor, "S D"]:
-        """The mean update of each seed, by the engine that the planner picks.
+    def engine(self, estimator: Estimator, group_size: int) -> str:
+        """The engine that the planner picks for means on these problems, whatever the logits."""
+        one = self._seed(self.problem, 0) if estimator.scope == "batch" else self.problem
+        return plan(estimator, one, group_size).engine
+
+    def mean(
+        self, estimator: Estimator, problem: Problem, group_size: int, engine: str
+    ) -> Float[Tensor, "S D"]:
+        """The mean update of each seed.
 
         Unless the estimator looks at a whole batch, all seeds are prompts of one batch, of which
         the mean over prompts is undone.
         """
         if estimator.scope != "batch":
-            found = exact(estimator, problem, group_size).mean * self.seeds
+            found = exact(estimator, problem, group_size, engine).mean * self.seeds
             return found.reshape(self.seeds, -1)
         parts = [self._seed(problem, s) for s in range(self.seeds)]
-        return torch.stack([exact(estimator, p, group_size).mean.flatten() for p in parts])
+        means = [exact(estimator, part, group_size, engine).mean for part in parts]
+        return torch.stack([mean.flatten() for mean in means])
 
     def _seed(self, problem: Problem, s: int) -> Problem:
         """The prompts of one seed."""
@@ -163,13 +171,15 @@ def along_means(
 
     Raises:
         BadInput: several versions draw one group: its members have different laws.
+        Undefined: no engine knows the mean; raised at the first update.
     """
     if sampler.mixed > 1:
         raise BadInput(f"mixed is {sampler.mixed}; allowed: 1, as a mean has one law")
     versions = Versions(table.unpack, table.start, sampler, among)
+    engine = table.engine(estimator, group_size)
 
     def update(parameters: Tensor, law: Tensor, others: Others) -> Tensor:
-        return table.mean(estimator, table.at(parameters, law, others), group_size)
+        return table.mean(estimator, table.at(parameters, law, others), group_size, engine)
 
     return rounds(
         Climber(table.unpack, table.start, ascent),
