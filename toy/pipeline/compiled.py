@@ -16,12 +16,15 @@ def compiled(function: F) -> F:
     """Compile on the first call and keep the result beside the module for later processes.
 
     Checks of shapes that tests wrap around a function are taken off: a compiler cannot read them.
+    The cache looks at the file of a function only: after a change here, touch engine.py as well.
     """
     bare = unwrap(function)
+    # Nothing is allocated here, so arrays need no counts of references: half the time of the loop.
+    settings: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
-        made: Any = numba.njit(cache=True, nogil=True)(bare)
+        made: Any = numba.njit(cache=True, **settings)(bare)
     except RuntimeError:  # no folder for the cache can be written to
-        made = numba.njit(nogil=True)(bare)
+        made = numba.njit(**settings)(bare)
     return cast(F, made)
 
 

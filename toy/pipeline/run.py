@@ -257,8 +257,11 @@ def _grown(
         state.tally["commit"] = inf
         return state
     for old, new in zip(before, state, strict=True):
-        new[: len(old)] = old
-    return state
+        if len(new) > len(old):
+            new[: len(old)] = old
+    return engine.State(
+        *(new if len(new) > len(old) else old for old, new in zip(before, state, strict=True))
+    )
 
 
 def _finished(

@@ -1,0 +1,77 @@
+"""Rollouts a second of the compiled pipeline, and the time of a sweep of 1,000 configurations.
+
+    python benchmarks/pipeline.py
+
+Prints both; writes benchmarks/results/pipeline.json.  Rates are of processor time on one core, so
+that other work on the machine counts less; the sweep is timed by the clock, as `windage pipeline
+--sweep` runs it, figures of every row included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from windage.analysis.pipeline import document
+from windage.toy.pipeline.laws import Exponential
+from windage.toy.pipeline.run import simulate
+from windage.toy.pipeline.settings import MODES, Pipeline
+
+RESULTS = Path(__file__).parent / "results"
+ROLLOUTS, REPEATS = 1_000_000, 3
+SWEEP = {
+    "slots": [16, 32, 48, 64, 96, 128, 160, 192, 224, 256],
+    "update_mean": [10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 120.0, 160.0, 200.0, 240.0],
+    "capacity": [0.0, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0],
+}
+STEPS = 100
+
+
+def rate(pipeline: Pipeline) -> float:
+    """Rollouts started a second of processor time, the best of a few."""
+    steps = ROLLOUTS // pipeline.batch
+    best = 0.0
+    simulate(pipeline, 2, np.random.default_rng(0))
+    for _ in range(REPEATS):
+        before = time.process_time()
+        run = simulate(pipeline, steps, np.random.default_rng(0))
+        best = max(best, len(run.fate) / (time.process_time() - before))
+    return best
+
+
+def main() -> None:
+    """Measure, print, write."""
+    groups = {"group_size": 8, "verifier": Exponential(0.1)}
+    rates = {mode: rate(Pipeline(mode=mode)) for mode in MODES}
+    rates["asynchronous, groups of 8, verdicts, maximum lag 4"] = rate(
+        Pipeline(max_lag=4, **groups)  # type: ignore[arg-type]
+    )
+    for name, found in rates.items():
+        print(f"{name:55} {found / 1e6:5.2f} million rollouts/s")
+    keys: dict[str, Any] = {"mode": "asynchronous", "batch": 128, "group_size": 8}
+    before = time.perf_counter()
+    found = document.run(keys, SWEEP, steps=STEPS, seed=0)
+    seconds = time.perf_counter() - before
+    rollouts = sum(row["responses"] for row in found["rows"])
+    print(f"{len(found['rows']):,} configurations, {rollouts:,} rollouts: {seconds:.1f} s")
+    results = {
+        "rollouts_per_second": rates,
+        "sweep": {
+            "configurations": len(found["rows"]),
+            "rollouts": rollouts,
+            "seconds": seconds,
+            "processors": len(os.sched_getaffinity(0)),
+            "load": os.getloadavg()[0],
+        },
+        "occupancy_residual": found["occupancy_residual"],
+    }
+    (RESULTS / "pipeline.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
