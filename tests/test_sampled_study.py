@@ -16,6 +16,7 @@ from windage.analysis.report import table
 from windage.analysis.studies.figures import from_moments, from_sample
 from windage.analysis.studies.grid import Settings
 from windage.analysis.studies.sampled import (
+    FIRST_BATCHES,
     LENGTHS,
     PRECISION,
     RESOLVED,
@@ -41,7 +42,7 @@ REACH = float(stats.t.isf(0.025, BLOCKS - 1))
 LOW, HIGH = 0.93, 0.97
 # A control with the same drift leaves nothing of it but rounding.
 ROUNDING = 1e-12
-GROUP, BATCHES = 4, 16 * BLOCKS
+GROUP, BATCHES = 4, FIRST_BATCHES
 MEANS = ("scale", "variance", "variance_rescaled", "component 0", "component 1", "component 2")
 NEAR = ("relative_bias", "relative_bias_rescaled", "drift")
 FAR = NEAR

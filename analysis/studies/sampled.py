@@ -4,6 +4,10 @@ Batches are drawn until the standard error of the variance is at most 1 % of it 
 relative bias at most 1 % of it, or of 0.1 where it is less; or until the most that is allowed.
 Where the first batches are not enough, control variates whose moments are exact are tried on them
 and kept if they spare more batches than they cost.
+
+Intervals by Student's t of 31 degrees cover 95 % of the time from 2,048 batches on; with a quarter
+of them 92 % was seen for a variance that rare responses make.  Lengths near 0 are covered more
+often than that: their error is at least the length of the noise.
 """
 
 from __future__ import annotations
