@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -55,7 +56,7 @@ OF_LAWS = ("tokens", "verifier", "update")
 def pipeline(keys: Keys, lengths: Empirical | None = None) -> Pipeline:
     """Settings by their flat keys, the rest as in `DEFAULTS`."""
     chosen = {**DEFAULTS, **keys}
-    laws: dict[str, Law] = {}
+    laws: dict[str, Any] = {}
     for name in OF_LAWS:
         law, mean, sigma = (chosen.pop(f"{name}_{part}") for part in ("law", "mean", "sigma"))
         if mean == 0 and name != "tokens":
@@ -96,22 +97,16 @@ def run(
     if not named:
         grid["mode"] = list(MODES)
     points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    made: list[Pipeline | str] = [
-        _made({**keys, **point}, lengths, refuse=named) for point in points
-    ]
+    made = [_made({**keys, **point}, lengths, refuse=named) for point in points]
     if all(isinstance(p, str) for p in made):
         raise BadInput(str(made[0]))
-
-    def one(p: Pipeline | str) -> Run | str:
-        return p if isinstance(p, str) else simulate(p, steps, np.random.default_rng(seed))
-
     rows: list[dict[str, Any]] = []
     pictures: list[dict[str, Any]] = []
-    picture = len(points) <= PICTURED
     with ThreadPoolExecutor(processors()) as pool:
-        for number, found in enumerate(pool.map(one, made)):
+        runs = pool.map(partial(_one, steps=steps, seed=seed), made)
+        for number, found in enumerate(runs):
             rows.append(_row(points[number], found, keys, steps))
-            if picture and isinstance(found, Run):
+            if len(points) <= PICTURED and isinstance(found, Run):
                 pictures.append(_picture(number, found))
             advance(number + 1, len(points))
     _add_speedups(rows, list(grid))
@@ -141,6 +136,10 @@ def _made(keys: Keys, lengths: Empirical | None, *, refuse: bool) -> Pipeline | 
         if refuse:
             raise
         return str(problem)
+
+
+def _one(made: Pipeline | str, *, steps: int, seed: int) -> Run | str:
+    return made if isinstance(made, str) else simulate(made, steps, np.random.default_rng(seed))
 
 
 def _row(point: Keys, found: Run | str, keys: Keys, steps: int) -> dict[str, Any]:

@@ -235,8 +235,9 @@ def _more(
 ) -> tuple[engine.Draws, Floats]:
     if before is None:
         return new
-    rows = map(np.concatenate, zip(before[0][:-1], new[0][:-1], strict=True))
-    return engine.Draws(*rows, new[0].update), np.concatenate((before[1], new[1]))
+    names = ("tokens", "verifier", "reward")
+    rows = {n: np.concatenate((getattr(before[0], n), getattr(new[0], n))) for n in names}
+    return engine.Draws(**rows, update=new[0].update), np.concatenate((before[1], new[1]))
 
 
 def _grown(
