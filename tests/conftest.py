@@ -1,6 +1,6 @@
 """Shape checks, Hypothesis profiles and one torch thread a worker, for the whole suite.
 
-The shape checks wrap every function of `windage.estimators` and `windage.toy` on import. They are
+The shape checks wrap every function of `windage.estimators`, `toy` and `llm` on import. They are
 installed here because jaxtyping's own pytest flag never reaches the workers of pytest-xdist.
 """
 
@@ -31,6 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--no-shapes"):
-        install_import_hook(["windage.estimators", "windage.toy"], CHECKER)
+        install_import_hook(["windage.estimators", "windage.toy", "windage.llm"], CHECKER)
         # The checker looks at one item of a sequence, chosen by `random`, also inside strategies.
         config.addinivalue_line("filterwarnings", "ignore:Do not use the `random` module")
