@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
 from windage.analysis.audit.words import LOSS_CLAIMS, SIGNATURES
 from windage.cli import specs
-from windage.cli.output import one_thread, show, write
+from windage.cli.output import deliver, one_thread
 from windage.estimators.claims import ALWAYS, PROPERTIES, VALUED
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.index import SETTINGS
@@ -85,12 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(document: dict[str, object], arguments: argparse.Namespace) -> int:
-    if arguments.out is not None:
-        write(document, arguments.out)
-    if arguments.json:
-        print(json.dumps(document, allow_nan=False))
-    else:
-        show(document)
+    deliver(document, arguments)
     return 0 if document["passed"] else 1
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from windage.analysis.choose.request import PRECISIONS, Request, precision
-from windage.cli.output import one_thread, progress, show, write
+from windage.cli.output import deliver, one_thread, progress
 from windage.estimators.errors import BadInput
 
 HELP = {
@@ -114,10 +113,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     with progress("orders") as advance:
         document = choose(request, advance)
-    if arguments.out is not None:
-        write(document, arguments.out)
-    if arguments.json:
-        print(json.dumps(document, allow_nan=False))
-    else:
-        show(document)
+    deliver(document, arguments)
     return 0

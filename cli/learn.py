@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from windage.analysis.learning.index import STUDIES
 from windage.cli.common import whole
-from windage.cli.output import progress, show, write
+from windage.cli.output import deliver, progress
 from windage.estimators.errors import unknown
 
 
@@ -41,12 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
             processes=processors(),
             advance=advance,
         )
-    if arguments.out is not None:
-        write(found, arguments.out)
-    if arguments.json:
-        print(json.dumps(found, allow_nan=False))
-    else:
-        show(found)
+    deliver(found, arguments)
     if arguments.quick:
         return 0
     failed = [o["says"] for o in found["orderings"] if o["robust"] and not o["holds"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,16 @@ def show(document: Mapping[str, Any]) -> None:
     from windage.analysis.report import table
 
     Console(highlight=False).print(table(document))
+
+
+def deliver(document: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Write the folder that was asked for; print the document, or what a person reads of it."""
+    if arguments.out is not None:
+        write(document, arguments.out)
+    if arguments.json:
+        print(json.dumps(document, allow_nan=False))
+    else:
+        show(document)
 
 
 def write(document: Mapping[str, Any], folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windage.cli.output import progress, show, write
+from windage.cli.output import deliver, progress
 from windage.estimators.errors import BadInput, unknown
 
 if TYPE_CHECKING:
@@ -136,12 +136,7 @@ def value(key: str, given: Any) -> Any:
 def run(arguments: argparse.Namespace) -> int:
     """Check, simulate or fit, print."""
     document = _curve(arguments) if arguments.curve is not None else _simulated(arguments)
-    if arguments.out is not None:
-        write(document, arguments.out)
-    if arguments.json:
-        print(json.dumps(document, allow_nan=False))
-    else:
-        show(document)
+    deliver(document, arguments)
     return 0
 
 
