@@ -184,7 +184,7 @@ class Estimator:
 
     def _fields(self, admission: tuple[Member, ...]) -> tuple[str, ...]:
         others = [m for s, m in self.members if s not in ("admission", "penalty")]
-        used = [*others, *admission, *self.active_penalties]
+        used = [*admission, *others, *self.active_penalties]
         names = [name for member in used for name in member.traits.needs]
         derived = {
             "reference_ratio": ("logp", "reference_logp"),
