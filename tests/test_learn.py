@@ -54,10 +54,13 @@ def test_every_study_runs(name: str) -> None:
     panels = {panel.name for panel in study.panels}
     assert {row["panel"] for row in rows} == panels
     for row in rows:
-        assert all(len(row["values"][figure]) == 2 for figure in FIGURES)
+        assert set(row["values"]) <= set(FIGURES)
+        assert all(len(values) == 2 for values in row["values"].values())
     assert len(judged) == len(study.orderings(TINY))
     for panel in study.panels:
-        assert set(panel.figures) <= set(FIGURES)
+        mine = [row for row in rows if row["panel"] == panel.name]
+        assert all(row[figure] is not None for row in mine for figure in panel.figures)
+        assert {row["arm"] for row in mine} >= set(panel.spread)
 
 
 def test_a_run_repeats() -> None:

@@ -93,7 +93,7 @@ def test_the_mean_of_sampled_updates_is_the_exact_mean(name: str) -> None:
     group = one_group(table, law, generators(range(seeds)), size)
     estimator = replace(get(name), admission=())
     if estimator.centering is None:
-        group = group._replace(head_behavior_logp=None)
+        group = replace(group, head_behavior_logp=None)
     found = sampled_update(table, estimator, table.start, group)
     behavior = Table.repeated(tree, 1).law(weights[:1], Sampler())
     problem = replace(tree, behavior_logp=behavior)

@@ -35,7 +35,12 @@ FIGURES: Mapping[str, Figure] = {
     "never": Figure("share of prompts with no right answer among the samples", "share"),
     "confident": Figure("share of prompts with at least 90 % right answers", "share"),
     "entropy": Figure("mean over responses of the sum over tokens of the entropy", "nats"),
-    "kl_start": Figure("mean over responses of the sum over tokens of KL(policy | start)", "nats"),
+    "kl_start": Figure(
+        "mean over responses of the sum over tokens of KL(policy | start); the start drew the data "
+        "that were recorded once",
+        "nats",
+    ),
+    "value": Figure("expected reward of a tabular policy, summed over all responses", "reward"),
 }
 MOST = 0.9
 
@@ -91,7 +96,7 @@ def evaluate(
     *,
     samples: int = 16,
 ) -> dict[str, Float[Tensor, " S"]]:
-    """Every figure of `FIGURES`, a number a seed, and the histogram of right answers a prompt.
+    """The figures of samples, a number a seed, and the histogram of right answers a prompt.
 
     Args:
         parameters: of the policy.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -57,7 +57,7 @@ class Table:
             return torch.cat([getattr(problem, name) for problem in problems])
 
         names = ("logits", "behavior_logp", "rewards", "lengths")
-        rows = {name: cat(name) for name in names}
+        rows: dict[str, Any] = {name: cat(name) for name in names}
         return Table(problem=replace(problems[0], **rows), seeds=len(problems))
 
     @staticmethod
@@ -127,7 +127,8 @@ class Table:
         rows = slice(s * prompts, (s + 1) * prompts)
         names = ("logits", "behavior_logp", "rewards", "lengths", "reference_logp", "proximal_logp")
         given = {name: getattr(problem, name) for name in names}
-        return replace(problem, **{k: None if v is None else v[rows] for k, v in given.items()})
+        mine: dict[str, Any] = {k: None if v is None else v[rows] for k, v in given.items()}
+        return replace(problem, **mine)
 
     def figures(self, parameters: Float[Tensor, "S D"]) -> dict[str, Float[Tensor, " S"]]:
         """Expected reward, entropy and divergence from the start in nats, exactly, a seed."""
@@ -192,7 +193,9 @@ def along_means(
     )
 
 
-class Group(NamedTuple):
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
     """Responses as they were drawn, by number, with the sampler's log-probabilities."""
 
     index: Int[Tensor, "R G"]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from windage.analysis.learning.drawn import Drawn
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.analysis.learning.world import TIME, World
 from windage.estimators.admission import time_out, zero_variance
 from windage.estimators.catalogue import get
@@ -22,6 +22,7 @@ from windage.toy.sums import Generators
 from windage.toy.training import Record
 
 SOURCE = "document 002"
+said = partial(over, source=SOURCE)
 PANEL = "what a batch admits"
 EVERYTHING, VARIED, FAST, FAILED = (
     "everything",
@@ -100,24 +101,21 @@ def orderings(size: Size) -> Sequence[Ordering]:
         return Point(panel=PANEL, arm=arm, figure=figure)
 
     return [
-        Ordering(
-            says="Groups that vary, refilled, teach more a batch than all groups.",
-            source=SOURCE,
-            high=point(VARIED, "pass_at_1"),
-            low=point(EVERYTHING, "pass_at_1"),
+        said(
+            "Groups that vary, refilled, teach more a batch than all groups.",
+            point(VARIED, "pass_at_1"),
+            point(EVERYTHING, "pass_at_1"),
             robust=False,
         ),
-        Ordering(
-            says="Without slow responses hard prompts are learned less well.",
-            source=SOURCE,
-            high=point(EVERYTHING, "hard"),
-            low=point(FAST, "hard"),
+        said(
+            "Without slow responses hard prompts are learned less well.",
+            point(EVERYTHING, "hard"),
+            point(FAST, "hard"),
         ),
-        Ordering(
-            says="Slow responses that count as wrong cost hard prompts.",
-            source=SOURCE,
-            high=point(EVERYTHING, "hard"),
-            low=point(FAILED, "hard"),
+        said(
+            "Slow responses that count as wrong cost hard prompts.",
+            point(EVERYTHING, "hard"),
+            point(FAILED, "hard"),
             robust=False,
         ),
     ]
@@ -131,7 +129,13 @@ STUDY = Study(
         f"chance; {LIMIT:g} units are the limit. Leave-one-out advantages, on-policy; refilled, a "
         f"batch is the first {BATCH} of {DRAWN} groups whose rewards vary.",
     ),
-    panels=(Panel(name=PANEL, figures=("easy", "hard")),),
+    panels=(
+        Panel(
+            name=PANEL,
+            figures=("easy", "hard"),
+            note="Hard prompts have two hard digits to add or more, and take longer.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
 )

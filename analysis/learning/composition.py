@@ -11,12 +11,13 @@ from torch import Tensor
 
 from windage.analysis.learning.recipes import effective, scaled, without_baseline
 from windage.analysis.learning.recorded import BATCH, Recorded
-from windage.analysis.learning.study import FULL, Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import FULL, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.analysis.learning.world import DATA, World
 from windage.toy.learning import State
 from windage.toy.training import Record
 
 SOURCE = "Le Roux et al., 2025, arXiv:2503.14286"
+said = partial(over, source=SOURCE)
 PANEL = "accuracy by effective share of positives"
 SHARES = (0.02, 0.1, 0.2, 0.35, 0.5, 0.75, 0.95)
 FEW = (0.1, 0.5)
@@ -97,24 +98,21 @@ def orderings(size: Size) -> Sequence[Ordering]:
     found = []
     for p in PARTS:
         found += [
-            Ordering(
-                says=f"A share of 0.5 beats 0.1 ({p:.0%} right): too few positives cost much.",
-                source=SOURCE,
-                high=point("topr", p, 0.5),
-                low=point("topr", p, 0.1),
+            said(
+                f"A share of 0.5 beats 0.1 ({p:.0%} right): too few positives cost much.",
+                point("topr", p, 0.5),
+                point("topr", p, 0.1),
                 margin=0.1,
             ),
-            Ordering(
-                says=f"At a share of 0.1 TOPR beats truncation on both signs ({p:.0%} right).",
-                source=SOURCE,
-                high=point("topr", p, 0.1),
-                low=point("tis_both_signs", p, 0.1),
+            said(
+                f"At a share of 0.1 TOPR beats truncation on both signs ({p:.0%} right).",
+                point("topr", p, 0.1),
+                point("tis_both_signs", p, 0.1),
             ),
-            Ordering(
-                says=f"The best share is 0.1 to 0.2 ({p:.0%} right): 0.2 beats 0.5.",
-                source=SOURCE,
-                high=point("topr", p, 0.2),
-                low=point("topr", p, 0.5),
+            said(
+                f"The best share is 0.1 to 0.2 ({p:.0%} right): 0.2 beats 0.5.",
+                point("topr", p, 0.2),
+                point("topr", p, 0.5),
                 robust=False,
             ),
         ]
@@ -129,7 +127,15 @@ STUDY = Study(
         "of the weight the positives have, p (1 - c) / (1 + (1 - 2 p) c); the step is divided by "
         "the denominator, so that only the composition changes.",
     ),
-    panels=(Panel(name=PANEL, x="effective share of positives", log=True),),
+    panels=(
+        Panel(
+            name=PANEL,
+            x="effective share of positives",
+            log=True,
+            note="The paper's curve of accuracy by composition: where its maximum lies, and "
+            "whether data of 10 % and of 50 % right answers give the same curve.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
 )

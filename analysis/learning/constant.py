@@ -7,11 +7,12 @@ from functools import partial
 
 from windage.analysis.learning.drawn import Drawn, Reward
 from windage.analysis.learning.recipes import without_baseline
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 from windage.toy.ascent import Sampler
 
 SOURCE = "arXiv:2609.20807"
+said = partial(over, source=SOURCE)
 ZERO_ONE, PLUS_MINUS, GROUP = "reward 0 or 1", "reward -1 or 1", "reward minus group mean"
 REWARDS: dict[str, Reward] = {
     ZERO_ONE: "zero or one",
@@ -51,27 +52,24 @@ def orderings(size: Size) -> Sequence[Ordering]:
 
     return [
         *(
-            Ordering(
-                says=f"Without a baseline centering ends above no correction ({panel}).",
-                source=SOURCE,
-                high=point(panel, "centered"),
-                low=point(panel, "no correction"),
+            said(
+                f"Without a baseline centering ends above no correction ({panel}).",
+                point(panel, "centered"),
+                point(panel, "no correction"),
                 margin=0.1,
             )
             for panel in (ZERO_ONE, PLUS_MINUS)
         ),
-        Ordering(
-            says="Centered, reward -1 or 1 does as well as with the group mean, within 0.05.",
-            source=SOURCE,
-            high=point(PLUS_MINUS, "centered"),
-            low=point(GROUP, "centered"),
+        said(
+            "Centered, reward -1 or 1 does as well as with the group mean, within 0.05.",
+            point(PLUS_MINUS, "centered"),
+            point(GROUP, "centered"),
             margin=-0.05,
         ),
-        Ordering(
-            says="Centering ends above token TIS (reward 0 or 1).",
-            source=SOURCE,
-            high=point(ZERO_ONE, "centered"),
-            low=point(ZERO_ONE, "token TIS"),
+        said(
+            "Centering ends above token TIS (reward 0 or 1).",
+            point(ZERO_ONE, "centered"),
+            point(ZERO_ONE, "token TIS"),
             robust=False,
         ),
     ]
@@ -84,7 +82,11 @@ STUDY = Study(
         "Off-policy an update contains the reward's mean times the drift. The sampler's weights "
         "carry a fixed Gaussian direction, 0.2 of each matrix's root mean square.",
     ),
-    panels=(Panel(name=ZERO_ONE), Panel(name=PLUS_MINUS), Panel(name=GROUP)),
+    panels=(
+        Panel(name=ZERO_ONE, note="The reward's mean is positive: drift towards the sampler."),
+        Panel(name=PLUS_MINUS, note="The same task with the reward's mean below 0."),
+        Panel(name=GROUP, note="The baseline takes the mean away, prompt by prompt."),
+    ),
     arms=arms,
     orderings=orderings,
 )

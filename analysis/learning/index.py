@@ -8,6 +8,7 @@ STUDIES: dict[str, str] = {
     "quantised": "rounded and noisy samplers: who survives",
     "staleness": "samplers that lag: what cures it and what does not",
     "composition": "the baseline as the share of positives in the data",
+    "clip": "a loose clip of the gradient where right responses are scarce",
     "level": "which ratio tapers a negative: product, geometric mean or token",
     "taper": "the four limits of the taper: what each does",
     "iterated": "sample, curate, train, again",
@@ -15,5 +16,6 @@ STUDIES: dict[str, str] = {
     "reference": "when the reference policy is refreshed",
     "admission": "dynamic sampling, dropping what is slow, time-outs: easy and hard prompts",
     "starting_point": "the recommended recipe against each of its parts removed",
+    "tabular": "exact means on token trees: drift and staleness without any noise",
     "offline": "recorded responses: who rises, stalls, drifts or collapses",
 }

@@ -10,7 +10,7 @@ import torch
 
 from windage.analysis.learning.recipes import effective
 from windage.analysis.learning.recorded import BATCH
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import QUICK, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.analysis.learning.world import TRAIN, World
 from windage.estimators.catalogue import get
 from windage.toy.ascent import Ascent, Sampler
@@ -18,6 +18,7 @@ from windage.toy.learning import State
 from windage.toy.training import Record, Source, offline
 
 SOURCE = "Le Roux et al., 2025, arXiv:2503.14286"
+said = partial(over, source=SOURCE)
 ROUNDS, EPOCHS, GROUP_SIZE = 5, 2, 16
 BASES = {"base right in 31 %": "mid", "base right in 11 %": "hard"}
 Curate = Callable[[Record], Record]
@@ -100,32 +101,24 @@ def orderings(size: Size) -> Sequence[Ordering]:
 
         for name in ("TOPR", "positives only"):
             found.append(
-                Ordering(
-                    says=f"{name} ends above its base ({panel}).",
-                    source=SOURCE,
-                    high=point(name),
-                    low=point(name, 0),
-                )
+                said(f"{name} ends above its base ({panel}).", point(name), point(name, 0))
             )
         found += [
-            Ordering(
-                says=f"Off-policy REINFORCE with negatives never recovers ({panel}).",
-                source=SOURCE,
-                high=point("naive", 0),
-                low=point("naive"),
+            said(
+                f"Off-policy REINFORCE with negatives never recovers ({panel}).",
+                point("naive", 0),
+                point("naive"),
             ),
-            Ordering(
-                says=f"TOPR ends above positives-only training ({panel}).",
-                source=SOURCE,
-                high=point("TOPR"),
-                low=point("positives only"),
+            said(
+                f"TOPR ends above positives-only training ({panel}).",
+                point("TOPR"),
+                point("positives only"),
                 robust=False,
             ),
-            Ordering(
-                says=f"Keeping one right response a prompt helps TOPR ({panel}).",
-                source=SOURCE,
-                high=point("TOPR, first right only"),
-                low=point("TOPR"),
+            said(
+                f"Keeping one right response a prompt helps TOPR ({panel}).",
+                point("TOPR, first right only"),
+                point("TOPR"),
                 robust=False,
             ),
         ]
@@ -140,7 +133,15 @@ STUDY = Study(
         "epochs over them with a fresh Adam. The log-probabilities recorded in a round are the "
         "sampler's of that round.",
     ),
-    panels=tuple(Panel(name=name, x="round") for name in BASES),
+    panels=tuple(
+        Panel(
+            name=name,
+            x="round",
+            note="Fresh data every round, with and without curation of what is kept.",
+        )
+        for name in BASES
+    ),
     arms=arms,
     orderings=orderings,
+    quick=replace(QUICK, length=0.4),
 )

@@ -14,13 +14,14 @@ from windage.analysis.learning.recipes import (
     preference,
 )
 from windage.analysis.learning.recorded import Recorded
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import QUICK, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.analysis.learning.world import World
 from windage.estimators.catalogue import get
 from windage.toy.learning import State
 from windage.toy.training import Rule
 
 TOPR = "Le Roux et al., 2025, arXiv:2503.14286"
+said = partial(over, source=TOPR)
 AMPLE, SCARCE = "512 prompts, Adam 1e-3", "128 prompts, Adam 3e-4"
 EPOCHS = (1, 2, 4, 8, 16)
 RULES: dict[str, Rule] = {
@@ -70,103 +71,56 @@ def arms(size: Size) -> Sequence[Arm]:
 
 def orderings(size: Size) -> Sequence[Ordering]:
     """What the paper says of these rules, and what this task shows."""
+    return [*_ample(), *_scarce(size)]
 
-    def at(name: str, figure: str = "pass_at_1", step: int | None = None) -> Point:
-        return Point(panel=AMPLE, arm=name, figure=figure, step=step)
 
-    def scarce(name: str, step: int | None) -> Point:
-        return Point(panel=SCARCE, arm=name, step=step)
+def _ample() -> Iterator[Ordering]:
+    def at(name: str, figure: str = "pass_at_1") -> Point:
+        return Point(panel=AMPLE, arm=name, figure=figure)
 
-    early = recorded(SCARCE, size).updates * min(4, recorded(SCARCE, size).epochs)
-    return [
-        Ordering(
-            says="Off-policy REINFORCE with negatives ends with malformed answers only.",
-            source=TOPR,
-            high=at("naive", "invalid"),
-            low=0.9,
+    yield said(
+        "Off-policy REINFORCE with negatives ends with malformed answers only.",
+        at("naive", "invalid"),
+        0.9,
+    )
+    yield said(
+        "TOPR keeps rising and passes positives-only training late.",
+        at("TOPR"),
+        at("positives only"),
+    )
+    yield said("PPO stalls: TOPR ends far above it.", at("TOPR"), at("PPO"), margin=0.1)
+    yield said("DPO on the same data ends far below TOPR.", at("TOPR"), at(PAIRS), margin=0.3)
+    yield said(
+        "With so many positives truncated weights on both signs end above TOPR.",
+        at("TIS"),
+        at("TOPR"),
+        source="this task",
+    )
+    more = "More prompts are answered with confidence by TOPR than by positives only."
+    yield said(more, at("TOPR", "confident"), at("positives only", "confident"))
+    for says, high, low in (
+        ("TOPR ends above truncated weights on both signs.", at("TOPR"), at("TIS")),
+        (
+            "TOPR gives fewer invalid answers than positives-only training.",
+            at("positives only", "invalid"),
+            at("TOPR", "invalid"),
         ),
-        Ordering(
-            says="TOPR keeps rising and passes positives-only training late.",
-            source=TOPR,
-            high=at("TOPR"),
-            low=at("positives only"),
+        (
+            "TOPR leaves fewer prompts without a right answer than positives-only training.",
+            at("positives only", "never"),
+            at("TOPR", "never"),
         ),
-        Ordering(
-            says="PPO stalls: TOPR ends far above it.",
-            source=TOPR,
-            high=at("TOPR"),
-            low=at("PPO"),
-            margin=0.1,
-        ),
-        Ordering(
-            says="DPO on the same data ends far below TOPR.",
-            source=TOPR,
-            high=at("TOPR"),
-            low=at(PAIRS),
-            margin=0.3,
-        ),
-        Ordering(
-            says="With so many positives truncated weights on both signs end above TOPR.",
-            source="this task",
-            high=at("TIS"),
-            low=at("TOPR"),
-        ),
-        Ordering(
-            says="TOPR ends above truncated weights on both signs.",
-            source=TOPR,
-            high=at("TOPR"),
-            low=at("TIS"),
-            robust=False,
-        ),
-        Ordering(
-            says="TOPR gives fewer invalid answers than positives-only training.",
-            source=TOPR,
-            high=at("positives only", "invalid"),
-            low=at("TOPR", "invalid"),
-            robust=False,
-        ),
-        Ordering(
-            says="TOPR leaves fewer prompts without a right answer than positives-only training.",
-            source=TOPR,
-            high=at("positives only", "never"),
-            low=at("TOPR", "never"),
-            robust=False,
-        ),
-        Ordering(
-            says="More prompts are answered with confidence by TOPR than by positives only.",
-            source=TOPR,
-            high=at("TOPR", "confident"),
-            low=at("positives only", "confident"),
-        ),
-        Ordering(
-            says="On scarce data off-policy REINFORCE rises first.",
-            source=TOPR,
-            high=scarce("naive", early),
-            low=scarce("naive", 0),
-            margin=0.02,
-        ),
-        Ordering(
-            says="... and then falls below where it began.",
-            source=TOPR,
-            high=scarce("naive", 0),
-            low=scarce("naive", None),
-            margin=0.02,
-        ),
-        Ordering(
-            says="On scarce data DPO rises first.",
-            source=TOPR,
-            high=scarce(PAIRS, early),
-            low=scarce(PAIRS, 0),
-            margin=0.02,
-        ),
-        Ordering(
-            says="... and then falls below where it began.",
-            source=TOPR,
-            high=scarce(PAIRS, 0),
-            low=scarce(PAIRS, None),
-            margin=0.02,
-        ),
-    ]
+    ):
+        yield said(says, high, low, robust=False)
+
+
+def _scarce(size: Size) -> Iterator[Ordering]:
+    plan = recorded(SCARCE, size)
+    early = plan.updates * min(4, plan.epochs)
+    for name, words in (("naive", "off-policy REINFORCE"), (PAIRS, "DPO")):
+        first, best, last = (Point(panel=SCARCE, arm=name, step=n) for n in (0, early, None))
+        yield said(f"On scarce data {words} rises first.", best, first, margin=0.02)
+        yield said(f"... and then {words} falls below where it began.", first, last, margin=0.02)
 
 
 STUDY = Study(
@@ -177,7 +131,19 @@ STUDY = Study(
         "responses only, 256 a batch, reward 1 or -1 and no baseline, with the recorded "
         "log-probabilities.",
     ),
-    panels=(Panel(name=AMPLE), Panel(name=SCARCE)),
+    panels=(
+        Panel(
+            name=AMPLE,
+            spread=("positives only", "TOPR"),
+            note="As in the paper's figures: which curve keeps rising as the policy leaves its "
+            "data, which stalls, and which ends in answers without a valid form.",
+        ),
+        Panel(
+            name=SCARCE,
+            note="Few data and small steps: a rule that will fall can rise first.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
+    quick=replace(QUICK, length=0.25),
 )

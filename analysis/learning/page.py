@@ -20,11 +20,14 @@ LABELS = {
     "kl_start": "divergence from the start in nats",
     "easy": "right on easy prompts",
     "hard": "right on hard prompts",
+    "entropy": "entropy in nats",
+    "value": "expected reward",
 }
 ARMS = (
     Column(key="panel", label="panel", keep=3),
     Column(key="arm", label="arm", keep=9),
     Column(key="at", label="at", keep=4),
+    Column(key="value", label="reward", keep=8),
     Column(key="pass_at_1", label="pass@1", percent=True, keep=8),
     Column(key="pass_at_1_half_width", label="±", percent=True, keep=7),
     Column(key="maj_at_k", label="maj@k", percent=True, keep=3),
@@ -141,6 +144,54 @@ def figure(document: Document, study: Row, panel: Row) -> Figure:
     )
 
 
+def spread(canvas: Any, rows: Sequence[Row]) -> Iterator[Later]:
+    """Share of prompts by number of right answers: a line an arm."""
+    canvas.get_layout_engine().set(rect=(0, 0, WIDTH / (WIDTH + names_width(rows)), 1))
+    axes = canvas.subplots()
+    xs = list(range(len(rows[0]["histogram"])))
+    series = {row["arm"]: row["histogram"] for row in rows}
+    colors = {row["arm"]: COLORS[number] for number, row in enumerate(rows)}
+    for arm, shares in series.items():
+        axes.step(xs, shares, where="mid", color=colors[arm], lw=1.4)
+    axes.set_xlabel(f"right answers of {xs[-1]}")
+    axes.set_title("share of held-out prompts")
+    axes.set_ylim(bottom=0)
+    yield partial(name_lines, axes, xs, series, colors)
+
+
+def spread_figure(document: Document, study: Row, panel: Row) -> Figure:
+    """The base, and arms of a panel at their end, by what they do to single prompts."""
+    rows = rows_of(document, study["name"], panel["name"])
+    ends = {row["arm"]: row for row in lasts(rows)}
+    base = {**next(row for row in rows if row["step"] == 0), "arm": "base"}
+    chosen = [base, *(ends[arm] for arm in panel["spread"])]
+    number = [p["name"] for p in study["panels"]].index(panel["name"]) + 1
+    return draw(
+        f"learn-{study['name']}-{number}-prompts",
+        lambda canvas: spread(canvas, chosen),
+        size=(WIDTH + names_width(chosen), HEIGHT),
+        caption=f"{panel['name']}: prompts by their number of right answers at the end of "
+        f"training, mean over {study['settings']['seeds']} seeds.",
+        alt=f"{study['title']} Share of prompts by number of right answers.",
+    )
+
+
+def unshown(orderings: Sequence[Row]) -> tuple[str, ...]:
+    """A sentence for each statement that did not come out.
+
+    Example:
+        >>> row = {"says": "A beats B.", "source": "a paper", "wins": 2, "of": 8, "holds": False}
+        >>> unshown([row])
+        ('Said (a paper) and not shown by this task, in 2 of 8 seeds only: A beats B.',)
+    """
+    return tuple(
+        f"Said ({o['source']}) and not shown by this task, in {o['wins']} of {o['of']} seeds only: "
+        f"{o['says']}"
+        for o in orderings
+        if not o["holds"]
+    )
+
+
 def arm_table(document: Document, study: Row) -> Table:
     """The last evaluation of every arm."""
     rows = []
@@ -148,7 +199,9 @@ def arm_table(document: Document, study: Row) -> Table:
         for row in lasts(rows_of(document, study["name"], panel["name"])):
             at = row["step"] if row["x"] is None else row["x"]
             rows.append({**row, "at": f"{at:g}"})
-    return Table(columns=ARMS, rows=rows, caption="Means over seeds at the end of training.")
+    known = {key for row in rows for key in row}
+    columns = [column for column in ARMS if column.key in known]
+    return Table(columns=columns, rows=rows, caption="Means over seeds at the end of training.")
 
 
 def ordering_table(orderings: Sequence[Row], quick: bool) -> Table:
@@ -173,9 +226,15 @@ def sections(document: Document, study: Row) -> Iterator[Section]:
             prose=tuple(p for p in prose if p),
             figure=figure(document, study, panel),
         )
+        if panel["spread"]:
+            yield Section(
+                title=f"{panel['name']}: prompt by prompt",
+                figure=spread_figure(document, study, panel),
+            )
     mine = [o for o in document["orderings"] if o["study"] == study["name"]]
     yield Section(
         title=f"{study['name']}: what is said, and what happens here",
+        prose=() if document["quick"] else unshown(mine),
         table=ordering_table(mine, document["quick"]),
     )
     yield Section(title=f"{study['name']}: every arm", table=arm_table(document, study))

@@ -7,11 +7,12 @@ from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import PPO, grouped
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 from windage.toy.training import Rule
 
 SOURCE = "this task"
+said = partial(over, source=SOURCE)
 BATCHES, UPDATES = "same batches", "same updates"
 PASSES = (1, 2, 4, 8)
 STEPS, MOST = 24, 96
@@ -51,20 +52,18 @@ def orderings(size: Size) -> Sequence[Ordering]:
 
     return [
         *(
-            Ordering(
-                says=f"With eight passes {name} ends above no correction.",
-                source=SOURCE,
-                high=point(BATCHES, name, 8),
-                low=point(BATCHES, "no correction", 8),
+            said(
+                f"With eight passes {name} ends above no correction.",
+                point(BATCHES, name, 8),
+                point(BATCHES, "no correction", 8),
             )
             for name in ("PPO", "token TIS")
         ),
         *(
-            Ordering(
-                says=f"At equal updates fresh batches beat eight passes ({name}).",
-                source=SOURCE,
-                high=point(UPDATES, name, 1),
-                low=point(UPDATES, name, 8),
+            said(
+                f"At equal updates fresh batches beat eight passes ({name}).",
+                point(UPDATES, name, 1),
+                point(UPDATES, name, 8),
             )
             for name in RULES
         ),
@@ -79,8 +78,18 @@ STUDY = Study(
         "batch is off-policy by one more update. Reward minus group mean, plain steps of rate 0.1.",
     ),
     panels=(
-        Panel(name=BATCHES, x="passes", log=True),
-        Panel(name=UPDATES, x="passes", log=True),
+        Panel(
+            name=BATCHES,
+            x="passes",
+            log=True,
+            note="As many batches for everyone: more passes are more updates.",
+        ),
+        Panel(
+            name=UPDATES,
+            x="passes",
+            log=True,
+            note="As many updates for everyone: more passes are fewer fresh batches.",
+        ),
     ),
     arms=arms,
     orderings=orderings,

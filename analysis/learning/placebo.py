@@ -7,12 +7,13 @@ from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import without_baseline
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.toy.ascent import Sampler
 
 PANEL = "reward 1 for every response"
 STEPS, NOISE = 120, 0.2
 SOURCE = "arXiv:2609.20807"
+said = partial(over, source=SOURCE)
 ARMS: dict[str, tuple[str, Sampler]] = {
     "no correction": ("reinforce", Sampler(sigma=NOISE)),
     "token TIS": ("token_tis", Sampler(sigma=NOISE)),
@@ -42,18 +43,16 @@ def orderings(size: Size) -> Sequence[Ordering]:
         return Point(panel=PANEL, arm=arm)
 
     return [
-        Ordering(says=says, source=SOURCE, high=point("centered"), low=point("no correction")),
-        Ordering(
-            says="Truncated importance weights slow the drift down and do not stop it.",
-            source=SOURCE,
-            high=point("centered + TIS"),
-            low=point("token TIS"),
+        said(says, point("centered"), point("no correction")),
+        said(
+            "Truncated importance weights slow the drift down and do not stop it.",
+            point("centered + TIS"),
+            point("token TIS"),
         ),
-        Ordering(
-            says="Synced back, the drift compounds; a frozen sampler is approached and no more.",
-            source=SOURCE,
-            high=point("no correction, frozen sampler"),
-            low=point("no correction"),
+        said(
+            "Synced back, the drift compounds; a frozen sampler is approached and no more.",
+            point("no correction, frozen sampler"),
+            point("no correction"),
         ),
     ]
 
@@ -66,7 +65,12 @@ STUDY = Study(
         "moves drifts. The sampler's weights carry a fixed Gaussian direction, 0.2 of each "
         "matrix's root mean square; 32 prompts with 8 responses a batch, one plain step each.",
     ),
-    panels=(Panel(name=PANEL),),
+    panels=(
+        Panel(
+            name=PANEL,
+            note="Whatever leaves its start drifts; without mismatch only chance moves the policy.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
 )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import PPO, grouped, without_baseline
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import QUICK, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 from windage.toy.ascent import Sampler
 from windage.toy.training import Rule
 
 SOURCE = "arXiv:2609.20807"
+said = partial(over, source=SOURCE)
 NOISY, THREE, TWO = "noise 0.4, no baseline", "3 bits, no baseline", "2 bits, no baseline"
 MILD, ROUNDED = "noise 0.2, group mean", "3 bits, group mean"
 SAMPLERS = {
@@ -31,6 +33,13 @@ ENTRIES = {
     "centered + TIS": "centered_tis",
 }
 WITH_MEAN = (MILD, ROUNDED)
+NOTES = {
+    NOISY: "Severe noise and rewards with a mean: the setting of the paper's collapse.",
+    THREE: "Moderate rounding.",
+    TWO: "Rounding that leaves the sampler almost no right answers.",
+    MILD: "With the group mean most of the drift is gone before any correction.",
+    ROUNDED: "The same with rounding; compare PPO, whose clip looks at the sampler.",
+}
 
 
 def arms(size: Size) -> Sequence[Arm]:
@@ -51,26 +60,25 @@ def arms(size: Size) -> Sequence[Arm]:
 def orderings(size: Size) -> Sequence[Ordering]:
     """What survives severe rounding, and what does not even with a baseline."""
 
-    def over(panel: str, high: str, low: str, says: str, *, robust: bool = True) -> Ordering:
-        return Ordering(
-            says=f"{says} ({panel}).",
-            source=SOURCE,
-            high=Point(panel=panel, arm=high),
-            low=Point(panel=panel, arm=low),
+    def ends(panel: str, high: str, low: str, says: str, *, robust: bool = True) -> Ordering:
+        return said(
+            f"{says} ({panel}).",
+            Point(panel=panel, arm=high),
+            Point(panel=panel, arm=low),
             robust=robust,
         )
 
     stays = "Without a baseline centered and truncated weights end above truncated ones alone"
     return [
-        *(over(panel, "centered + TIS", "token TIS", stays) for panel in (NOISY, THREE, TWO)),
-        over(NOISY, "centered", "token TIS", "Without a baseline centering ends above token TIS"),
-        over(TWO, "centered", "token TIS", "Without a baseline centering ends above token TIS"),
+        *(ends(panel, "centered + TIS", "token TIS", stays) for panel in (NOISY, THREE, TWO)),
+        ends(NOISY, "centered", "token TIS", "Without a baseline centering ends above token TIS"),
+        ends(TWO, "centered", "token TIS", "Without a baseline centering ends above token TIS"),
         *(
-            over(panel, "no correction", "PPO", "PPO against the sampler collapses")
+            ends(panel, "no correction", "PPO", "PPO against the sampler collapses")
             for panel in WITH_MEAN
         ),
         *(
-            over(panel, "centered", "token TIS", "Centering ends above token TIS", robust=False)
+            ends(panel, "centered", "token TIS", "Centering ends above token TIS", robust=False)
             for panel in WITH_MEAN
         ),
     ]
@@ -84,7 +92,8 @@ STUDY = Study(
         "direction; the policy that is trained is exact. Rewards are 1 and -1, with no baseline or "
         "minus the group's mean.",
     ),
-    panels=tuple(Panel(name=name) for name in SAMPLERS),
+    panels=tuple(Panel(name=name, note=note) for name, note in NOTES.items()),
     arms=arms,
     orderings=orderings,
+    quick=replace(QUICK, length=0.3),
 )

@@ -28,6 +28,7 @@ class Recorded:
         rate: of Adam.
         limit: greatest norm of a gradient.
         optimizer: sgd, adam or adafactor.
+        batch: responses of a step.
     """
 
     prompts: int = 512
@@ -36,11 +37,12 @@ class Recorded:
     rate: float = 1e-3
     limit: float = 1.0
     optimizer: str = "adam"
+    batch: int = BATCH
 
     @property
     def updates(self) -> int:
         """Updates an epoch."""
-        return self.prompts * self.group_size // BATCH
+        return self.prompts * self.group_size // self.batch
 
     def epochs_at(self, *epochs: int) -> list[int]:
         """Updates after so many epochs, those within the run, the last among them."""
@@ -65,7 +67,7 @@ class Recorded:
             Ascent(optimizer=self.optimizer, rate=self.rate, limit=self.limit),
             place.generators(TRAIN),
             epochs=self.epochs,
-            batch=BATCH // record.group_size,
+            batch=self.batch // record.group_size,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 from windage.estimators.estimator import Estimator
 from windage.estimators.member import use
@@ -15,6 +15,7 @@ from windage.estimators.penalty import loss_k2
 from windage.toy.ascent import Reference
 
 SOURCE = "document 001"
+said = partial(over, source=SOURCE)
 PANEL = "schedule of the reference"
 STEPS, RATE, STRENGTH, PROMPTS = 120, 0.1, 0.3, 32
 NONE, ALWAYS, NEVER, EPOCH = "no reference", "every step", "never", "every epoch"
@@ -63,32 +64,23 @@ def orderings(size: Size) -> Sequence[Ordering]:
 
     exact = 1e-6
     return [
-        Ordering(
-            says="A reference that is refreshed lets the policy move on further than a fixed one.",
-            source=SOURCE,
-            high=point(EPOCH),
-            low=point(NEVER),
+        said(
+            "A reference that is refreshed lets the policy move on further than a fixed one.",
+            point(EPOCH),
+            point(NEVER),
         ),
-        Ordering(
-            says="A fixed reference keeps the policy nearer to its start.",
-            source=SOURCE,
-            high=point(EPOCH, "kl_start"),
-            low=point(NEVER, "kl_start"),
+        said(
+            "A fixed reference keeps the policy nearer to its start.",
+            point(EPOCH, "kl_start"),
+            point(NEVER, "kl_start"),
         ),
-        Ordering(
-            says="Refreshed at every step it equals no reference: not better,",
-            source=SOURCE,
-            high=point(NONE),
-            low=point(ALWAYS),
+        said(
+            "Refreshed at every step it equals no reference: not better,",
+            point(NONE),
+            point(ALWAYS),
             margin=-exact,
         ),
-        Ordering(
-            says="... and not worse.",
-            source=SOURCE,
-            high=point(ALWAYS),
-            low=point(NONE),
-            margin=-exact,
-        ),
+        said("... and not worse.", point(ALWAYS), point(NONE), margin=-exact),
     ]
 
 
@@ -99,7 +91,13 @@ STUDY = Study(
         f"A squared log-ratio to the reference in the loss, strength {STRENGTH}; reward minus the "
         "group's mean, on-policy. An epoch is one pass over the training prompts in batches of 32.",
     ),
-    panels=(Panel(name=PANEL, figures=("pass_at_1", "kl_start")),),
+    panels=(
+        Panel(
+            name=PANEL,
+            figures=("pass_at_1", "kl_start"),
+            note="What each schedule lets the policy learn, and how far it moves for that.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
 )

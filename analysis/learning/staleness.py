@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
 from windage.analysis.learning.recipes import PPO, grouped
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import QUICK, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 from windage.toy.ascent import Sampler
 from windage.toy.training import Rule
 
 SOURCE = "arXiv:2609.20807"
+said = partial(over, source=SOURCE)
 LATE, DOSE = "32 updates late", "by lag"
 STEPS, RATE = 120, 0.1
 LAGS = (0, 1, 3, 7, 15, 31, 63)
@@ -62,22 +64,16 @@ def arms(size: Size) -> Sequence[Arm]:
 def orderings(size: Size) -> Sequence[Ordering]:
     """Staleness needs weights; centering alone does not cure it."""
 
-    def over(high: str, low: str, says: str, *, robust: bool = True) -> Ordering:
-        return Ordering(
-            says=says,
-            source=SOURCE,
-            high=Point(panel=LATE, arm=high),
-            low=Point(panel=LATE, arm=low),
-            robust=robust,
-        )
+    def ends(high: str, low: str, says: str, *, robust: bool = True) -> Ordering:
+        return said(says, Point(panel=LATE, arm=high), Point(panel=LATE, arm=low), robust=robust)
 
     return [
-        over("token TIS", "no correction", "Late data without weights ends below token TIS."),
-        over("token TIS", "centered", "Centering alone does not cure staleness."),
-        over("centered + TIS", "centered", "Centered with truncated weights it is cured."),
-        over("PPO", "no correction", "PPO survives staleness."),
-        over("token TIS", "PPO", "Token TIS ends above PPO."),
-        over("centered + TIS", "token TIS", "Centering adds to token TIS.", robust=False),
+        ends("token TIS", "no correction", "Late data without weights ends below token TIS."),
+        ends("token TIS", "centered", "Centering alone does not cure staleness."),
+        ends("centered + TIS", "centered", "Centered with truncated weights it is cured."),
+        ends("PPO", "no correction", "PPO survives staleness."),
+        ends("token TIS", "PPO", "Token TIS ends above PPO."),
+        ends("centered + TIS", "token TIS", "Centering adds to token TIS.", robust=False),
     ]
 
 
@@ -88,7 +84,16 @@ STUDY = Study(
         "The sampler holds the weights of some updates ago. Rewards are 1 and -1 minus the group's "
         "mean; plain steps of rate 0.1.",
     ),
-    panels=(Panel(name=LATE), Panel(name=DOSE, x="lag in updates", log=True)),
+    panels=(
+        Panel(name=LATE, note="One lag, every rule: who needs weights, and which."),
+        Panel(
+            name=DOSE,
+            x="lag in updates",
+            log=True,
+            note="The end of training by lag: how fast each rule loses what it learns on-policy.",
+        ),
+    ),
     arms=arms,
     orderings=orderings,
+    quick=replace(QUICK, length=0.25),
 )

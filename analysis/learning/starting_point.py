@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from windage.analysis.learning.drawn import Drawn
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.advantage import constant
 from windage.estimators.aggregation import sequence_mean
 from windage.estimators.catalogue import get
@@ -18,6 +18,7 @@ from windage.toy.ascent import Sampler
 from windage.toy.sums import Sums
 
 SOURCE = "document 002"
+said = partial(over, source=SOURCE)
 PANEL = "16 updates late, noise 0.1"
 WHOLE = "starting point"
 HORIZON = Sums().horizon
@@ -54,20 +55,19 @@ def arms(size: Size) -> Sequence[Arm]:
 def orderings(size: Size) -> Sequence[Ordering]:
     """Which part is missed."""
 
-    def over(low: str, *, robust: bool) -> Ordering:
-        return Ordering(
-            says=f"The starting point ends above itself {low}.",
-            source=SOURCE,
-            high=Point(panel=PANEL, arm=WHOLE),
-            low=Point(panel=PANEL, arm=low),
+    def ends(low: str, *, robust: bool) -> Ordering:
+        return said(
+            f"The starting point ends above itself {low}.",
+            Point(panel=PANEL, arm=WHOLE),
+            Point(panel=PANEL, arm=low),
             robust=robust,
         )
 
     return [
-        over("without weights", robust=True),
-        over("without staleness bound", robust=True),
-        over("without centering", robust=False),
-        over("without group mean", robust=False),
+        ends("without weights", robust=True),
+        ends("without staleness bound", robust=False),
+        ends("without centering", robust=False),
+        ends("without group mean", robust=False),
     ]
 
 
@@ -79,7 +79,7 @@ STUDY = Study(
         f"on staleness. The sampler is {LAG} updates late ({UNBOUNDED} without the bound) and its "
         "weights carry a fixed Gaussian direction, 0.1 of each matrix's root mean square.",
     ),
-    panels=(Panel(name=PANEL),),
+    panels=(Panel(name=PANEL, note="The recipe, and the recipe without one part each."),),
     arms=arms,
     orderings=orderings,
 )

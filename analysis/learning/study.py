@@ -8,14 +8,15 @@ compares two arms on the same seeds: same base, same data, same random numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 from scipy.stats import t as student
+from torch import Tensor
 
-from windage.analysis.learning.world import World, world
+from windage.analysis.learning.world import world
 from windage.toy.learning import State
 from windage.toy.scores import FIGURES
 
@@ -48,6 +49,19 @@ class Size:
         return max(1, round(updates * self.length))
 
 
+class Place(Protocol):
+    """Where an arm trains: it knows how good parameters are there."""
+
+    def evaluate(self, parameters: Tensor, samples: int) -> Mapping[str, Tensor]:
+        """Figures of `FIGURES`, a number a seed; "histogram" may stand beside them."""
+        ...
+
+
+def on_sums(base: str, seeds: tuple[int, ...], size: Size) -> Place:
+    """A network on sums, fitted to the demonstrations of a base."""
+    return world(base, seeds, steps=size.fit, train=size.train, held=size.held)
+
+
 FULL = Size()
 QUICK = Size(seeds=2, fit=400, train=256, held=60, samples=8, length=0.5)
 
@@ -60,20 +74,20 @@ class Arm:
     Args:
         name: a line of a panel.
         panel: the part of the study that it belongs to.
-        base: of its world.
+        base: of its place.
         walk: states from the base on.
         marks: updates after which it is evaluated; the start is 0.
         x: place on the panel's axis where that is not the number of updates.
-        about: settings, for the table.
+        place: where it trains, from the base, the seeds and the size.
     """
 
     name: str
     panel: str
     base: str
-    walk: Callable[[World], Iterable[State]]
+    walk: Callable[[Any], Iterable[State]]
     marks: Sequence[int]
     x: float | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    place: Callable[[str, tuple[int, ...], Size], Place] = on_sums
 
 
 @final
@@ -110,6 +124,19 @@ class Ordering:
     robust: bool = True
 
 
+def over(
+    says: str,
+    high: Point | float,
+    low: Point | float,
+    *,
+    source: str,
+    margin: float = 0.0,
+    robust: bool = True,
+) -> Ordering:
+    """An ordering in one line."""
+    return Ordering(says=says, source=source, high=high, low=low, margin=margin, robust=robust)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Panel:
@@ -121,6 +148,7 @@ class Panel:
         figures: drawn, one plot each.
         log: whether the axis is logarithmic.
         note: what to see.
+        spread: arms whose prompts are drawn by number of right answers, beside the base.
     """
 
     name: str
@@ -128,6 +156,7 @@ class Panel:
     figures: tuple[str, ...] = ("pass_at_1", "invalid")
     log: bool = False
     note: str = ""
+    spread: tuple[str, ...] = ()
 
 
 @final
@@ -167,8 +196,7 @@ def trained(arm: Arm, size: Size, seed: int) -> Evaluations:
         seed: of the first replicate; the others follow.
     """
     seeds = tuple(range(seed, seed + size.seeds))
-    place = world(arm.base, seeds, steps=size.fit, train=size.train, held=size.held)
-    return dict(_walked(arm, place, size.samples))
+    return dict(_walked(arm, arm.place(arm.base, seeds, size), size.samples))
 
 
 def gathered(
@@ -185,7 +213,7 @@ def gathered(
     return rows, [{"study": study.name, **judge(o, found)} for o in study.orderings(size)]
 
 
-def _walked(arm: Arm, place: World, samples: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+def _walked(arm: Arm, place: Place, samples: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Evaluations of an arm after the updates that it names."""
     wanted = set(arm.marks)
     for state in arm.walk(place):
@@ -217,12 +245,13 @@ def _row(study: Study, arm: Arm, step: int, figures: Mapping[str, np.ndarray]) -
         "base": arm.base,
         "x": arm.x,
         "step": step,
-        **arm.about,
     }
-    for name in FIGURES:
+    known = [name for name in FIGURES if name in figures]
+    for name in known:
         row[name], row[f"{name}_half_width"] = interval(figures[name])
-    row["values"] = {name: figures[name].tolist() for name in FIGURES}
-    row["histogram"] = figures["histogram"].mean(0).tolist()
+    row["values"] = {name: figures[name].tolist() for name in known}
+    if "histogram" in figures:
+        row["histogram"] = figures["histogram"].mean(0).tolist()
     return row
 
 

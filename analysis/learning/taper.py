@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from windage.analysis.learning.recorded import Recorded
-from windage.analysis.learning.study import Arm, Ordering, Panel, Point, Size, Study
+from windage.analysis.learning.study import QUICK, Arm, Ordering, Panel, Point, Size, Study, over
 from windage.estimators.catalogue import get
 
 SOURCE = "Le Roux et al., 2025, arXiv:2503.14286"
+said = partial(over, source=SOURCE)
 EPOCHS = 8
 VALUES = {
     "a_neg": (0.0, 0.01, 0.1, 0.5),
@@ -22,6 +24,12 @@ TITLES = {
     "b_neg": "b-, greatest weight of a negative",
     "a_pos": "a+, least weight of a positive",
     "b_pos": "b+, greatest weight of a positive",
+}
+NOTES = {
+    "a_neg": "Above 0 a negative is pushed down for ever.",
+    "b_neg": "How hard a negative is pushed while it is still likely.",
+    "a_pos": "How hard an unlikely positive is pulled.",
+    "b_pos": "How hard a positive is pulled that has become likelier than it was.",
 }
 ARM = "TOPR"
 
@@ -50,18 +58,16 @@ def orderings(size: Size) -> Sequence[Ordering]:
         return Point(panel=TITLES[limit], arm=ARM, figure=figure, x=value)
 
     return [
-        Ordering(
-            says="A negative that keeps weight however unlikely it is (a- = 0.5) degenerates.",
-            source=SOURCE,
-            high=point("a_neg", 0.0),
-            low=point("a_neg", 0.5),
+        said(
+            "A negative that keeps weight however unlikely it is (a- = 0.5) degenerates.",
+            point("a_neg", 0.0),
+            point("a_neg", 0.5),
             margin=0.2,
         ),
-        Ordering(
-            says="... and its answers lose their form.",
-            source=SOURCE,
-            high=point("a_neg", 0.5, "invalid"),
-            low=point("a_neg", 0.0, "invalid"),
+        said(
+            "... and its answers lose their form.",
+            point("a_neg", 0.5, "invalid"),
+            point("a_neg", 0.0, "invalid"),
             margin=0.2,
         ),
     ]
@@ -75,7 +81,11 @@ STUDY = Study(
         "TOPR is a- = 0 and the others 1. One limit is changed at a time; recorded responses, "
         f"{EPOCHS} epochs.",
     ),
-    panels=tuple(Panel(name=title, x=title.split(",")[0]) for title in TITLES.values()),
+    panels=tuple(
+        Panel(name=TITLES[limit], x=TITLES[limit].split(",")[0], note=note)
+        for limit, note in NOTES.items()
+    ),
     arms=arms,
     orderings=orderings,
+    quick=replace(QUICK, length=0.25),
 )
