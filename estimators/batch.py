@@ -349,7 +349,8 @@ def _tokens(
     if all(isinstance(entry, (list, tuple)) for entry in placed):
         flat = torch.tensor([token for entry in placed for token in entry], dtype=kind)
     else:
-        flat = torch.cat([torch.as_tensor(e, dtype=kind) for e in placed if len(e)] or [counts[:0]])
+        written = [entry for entry in placed if len(entry)] or placed[:1]
+        flat = torch.cat([torch.as_tensor(entry, dtype=kind) for entry in written])
     real = torch.arange(max(map(len, mask), default=0)) < lengths.unsqueeze(-1)
     out = torch.zeros((*real.shape, *flat.shape[1:]), dtype=kind)
     out[real] = flat.to(kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -172,7 +171,7 @@ def _heads(table: pa.RecordBatch) -> Found:
         yield int(rows[place]), f"head_ids at token {tokens[place]} {what}"
 
 
-def padded(lists: pa.Array, nothing: float) -> np.ndarray[Any, Any]:
+def padded(lists: pa.Array, nothing: float) -> np.ndarray:
     """Lists of different lengths as a table, filled up."""
     counts = lengths_of(lists)
     values = lists.flatten().to_numpy(zero_copy_only=False)

@@ -105,9 +105,9 @@ def ours_again(given: dict[str, Tensor], form: dict[str, float]) -> LogProbs:
     return log_probs(**given, **form, tokens=10, vocabulary=30)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[1::2])
 def test_gradcheck(form):
-    given = drawn(4, 3, 7, 3, torch.float64)
+    given = drawn(4, 2, 5, 3, torch.float64)
     names = ("hidden", "weight", "bias")
 
     def call(*values: Tensor) -> list[Tensor]:

@@ -1,0 +1,224 @@
+"""One optimizer batch: coefficients, the surrogate, and its gradient in micro-batches.
+
+    loss = -sum(stop_gradient(C) * log pi)
+
+What couples responses is computed once over the whole batch; a micro-batch takes whole responses,
+and its coefficients come from the log-probabilities of the very pass that is differentiated.  Only
+an estimator whose ratios (or advantages, or admission) couple responses through the policy being
+trained costs one pass beforehand.  So the size of the micro-batches cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from windage.estimators.batch import Batch
+from windage.estimators.estimator import (
+    Coefficients,
+    Estimator,
+    Terms,
+    batch_terms,
+    coefficients,
+    surrogate,
+    token_coefficients,
+)
+from windage.estimators.member import Member
+
+# What only a forward pass of the policy being trained can tell, or what is made of it.
+OF_THE_POLICY = {"logp", "head_logp", "probability_square", "log_ratio", "reference_ratio"}
+WIDE = ("group", "batch")
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forward:
+    """What a forward pass says of the tokens of some responses.
+
+    Args:
+        logp: of the sampled tokens; anything finite after the end.
+        head_logp: of the head tokens, -inf where there is none; None: no head.
+        probability_square: sum of squared probabilities; None: not asked for.
+    """
+
+    logp: Float[Tensor, "R T"]
+    head_logp: Float[Tensor, "R T K"] | None = None
+    probability_square: Float[Tensor, "R T"] | None = None
+
+    def into(self, batch: Batch) -> Batch:
+        """The record of these responses with what the pass says, as constants.
+
+        Raises:
+            ValueError: the pass says something that is not finite; names the response.
+        """
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {n: v.detach().unsqueeze(1) for n, v in given.items() if v is not None}
+        return replace(batch, **found).validate()
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Update:
+    """What was accumulated, for whoever reports on it.
+
+    Args:
+        own: coefficients of the sampled tokens.
+        logp: their log-probabilities before the update.
+        counts: responses turned away, by reason.
+    """
+
+    own: Float[Tensor, "P G T"]
+    logp: Float[Tensor, "P G T"]
+    counts: dict[str, Int[Tensor, ""]]
+
+
+Pass = Callable[[Int[Tensor, " _"]], Forward]
+
+
+def looks_ahead(estimator: Estimator) -> bool:
+    """Whether an estimator needs the log-probabilities of the whole batch before the first part.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> looks_ahead(get("gspo")), looks_ahead(get("self_normalized"))
+        (False, True)
+    """
+    early: list[Member] = [estimator.advantage, estimator.aggregation, *estimator.admission]
+    fines = [m for m in estimator.active_penalties if m.traits.place == "loss"]
+    early += [m for m in estimator.active_penalties if m.traits.place != "loss"]
+    return (
+        any(OF_THE_POLICY & set(member.traits.needs) for member in early)
+        or any(member.traits.scope in WIDE for member in fines)
+        or any(c.scope in WIDE for c in estimator.corrections if not c.idle)
+    )
+
+
+def micro_batches(batch: Batch, size: int) -> list[Int[Tensor, " _"]]:
+    """Responses that have trainable tokens, `size` at a time, as numbers p G + g.
+
+    Example:
+        >>> batch = Batch.from_rows([1.0, 0.0, 1.0], "aab", mask=[[1], [], [1]])
+        >>> [rows.tolist() for rows in micro_batches(batch, 2)]
+        [[0, 2]]
+    """
+    rows = batch.mask.any(-1).flatten().nonzero().squeeze(1)
+    return list(rows.split(size)) if len(rows) else []
+
+
+def accumulate(
+    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Int[Tensor, " _"]]
+) -> Update:
+    """Add the gradient of the surrogate to that of the policy's parameters.
+
+    Claims:
+        The same for every division into parts, up to rounding.
+        One forward pass a response, two where `looks_ahead` says so.
+
+    Args:
+        estimator: of the catalogue, or composed.
+        batch: without what a pass of the policy being trained tells.
+        forward: differentiable, of responses by their numbers p G + g; called in the order of
+            `parts`.
+        parts: numbers of responses; together all that have trainable tokens, each once.
+
+    Returns:
+        What was accumulated, in constants.
+
+    Raises:
+        ValueError: what `Estimator.check` and `Coefficients.validate` refuse, or parts that leave
+            out a response or repeat it.
+    """
+    batch = _checked(estimator, batch)
+    _covers(batch, parts)
+    flat = _by_response(batch)
+    own, logp = (torch.zeros_like(batch.mask, dtype=torch.float64).flatten(0, 1) for _ in range(2))
+    whole = _ahead(estimator, batch, forward, parts) if looks_ahead(estimator) else None
+    terms = batch_terms(estimator, batch) if whole is None else whole.terms
+    apart = _terms_by_response(terms)
+    for rows in parts:
+        found = forward(rows)
+        if whole is None:
+            part = found.into(flat.select(rows))
+            made = token_coefficients(estimator, apart.select(rows), part).validate(part)
+            c, head = made.own.squeeze(1), None if made.head is None else made.head.squeeze(1)
+        else:
+            c = whole.own.flatten(0, 1)[rows]
+            head = None if whole.head is None else whole.head.flatten(0, 1)[rows]
+        loss = surrogate(c, found.logp)
+        if head is not None:
+            assert found.head_logp is not None
+            loss = loss + surrogate(head, found.head_logp)
+        loss.backward()
+        own[rows], logp[rows] = c.to(own.dtype), found.logp.detach().to(logp.dtype)
+    shape = batch.mask.shape
+    return Update(own=own.view(shape), logp=logp.view(shape), counts=terms.counts)
+
+
+def _checked(estimator: Estimator, batch: Batch) -> Batch:
+    """The batch, validated; what the pass will tell is taken to be there."""
+    tokens = torch.zeros_like(batch.mask, dtype=batch.rewards.dtype)
+    known: dict[str, Any] = {"logp": tokens, "probability_square": tokens}
+    estimator.check(replace(batch, **known, head_logp=batch.head_behavior_logp))
+    return batch.validate()
+
+
+def _covers(batch: Batch, parts: Sequence[Tensor]) -> None:
+    count = torch.zeros(batch.mask.shape[:-1].numel(), dtype=torch.long)
+    for rows in parts:
+        count += torch.bincount(rows.cpu(), minlength=len(count))
+    wanted = batch.mask.any(-1).flatten().cpu()
+    wrong = torch.nonzero((count != 1) & wanted | (count > 1))
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"response {row} is in {int(count[row])} parts; allowed: 1, each with whole responses"
+        )
+
+
+def _ahead(
+    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor]
+) -> Coefficients:
+    """Coefficients of the whole batch from a pass of its own."""
+    found: dict[str, Tensor] = {}
+    places = torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.long)
+    with torch.no_grad():
+        passes = [forward(rows) for rows in parts]
+    shape = batch.mask.shape
+    for name in (f.name for f in fields(Forward)):
+        values = [getattr(one, name) for one in passes]
+        if values and values[0] is not None:
+            told = torch.cat(values)
+            out = told.new_zeros((shape[:-1].numel(), *told.shape[1:]))
+            out[places] = told
+            found[name] = out.view(*shape[:-1], *told.shape[1:])
+    if not passes:
+        found["logp"] = torch.zeros_like(batch.mask, dtype=batch.rewards.dtype)
+    filled = replace(batch, **found).validate()
+    return coefficients(estimator, filled).validate(filled)
+
+
+def _by_response(batch: Batch) -> Batch:
+    """The same record with every response as a prompt of its own, numbered p G + g."""
+    changes: dict[str, Any] = {
+        f.name: value.flatten(0, 1).unsqueeze(1)
+        for f in fields(batch)
+        if isinstance(value := getattr(batch, f.name), Tensor) and f.name != "requested"
+    }
+    if batch.group_ids is not None:
+        size = batch.rewards.shape[1]
+        changes["group_ids"] = tuple(name for name in batch.group_ids for _ in range(size))
+    return replace(batch, requested=None, **changes)
+
+
+def _terms_by_response(terms: Terms) -> Terms:
+    changes = {
+        f.name: value.flatten(0, 1).unsqueeze(1)
+        for f in fields(terms)
+        if isinstance(value := getattr(terms, f.name), Tensor)
+    }
+    return replace(terms, **changes)
