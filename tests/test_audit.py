@@ -230,7 +230,7 @@ def test_a_claim_has_a_known_property_and_value():
     with pytest.raises(BadInput, match="nearest valid name: bounded"):
         Claim(property="bound")
     for factor in ("ratios; own token", "ratio; own tokens", "ratio; own token; policy / teacher"):
-        with pytest.raises(BadInput, match="unknown (weight rule|reach|pair of policies)"):
+        with pytest.raises(BadInput, match=r"unknown (weight rule|reach|pair of policies)"):
             Claim(property="weight", value=f"1 × {factor}")
     with pytest.raises(BadInput, match="1 / N"):
         Claim(property="share", value="1 / M")

@@ -160,7 +160,7 @@ def test_tables_depend_on_reward_values_alone_and_small_ones_are_kept() -> None:
     other = tabulate(estimator.advantage, (), (0.0, 2.0), 7)
     assert_apart(one.advantages[3] * 1e6, other.advantages[3] * 1e6, at_least=1e-8)
     exact(estimator, binary(0.5), 1000, "classes")
-    assert small_table.cache_info().misses == 2, "1,001 groups of 1,000 members are too many to keep"
+    assert small_table.cache_info().misses == 2, "1,001 groups of 1,000 are too many to keep"
 
 
 def test_counts_follow_the_classes_that_occur() -> None:
