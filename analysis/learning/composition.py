@@ -131,7 +131,6 @@ STUDY = Study(
         Panel(
             name=PANEL,
             x="effective share of positives",
-            log=True,
             note="The paper's curve of accuracy by composition: where its maximum lies, and "
             "whether data of 10 % and of 50 % right answers give the same curve.",
         ),

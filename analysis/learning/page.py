@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from windage.analysis.plots import GRAY, INK, Figure, Later, apt_scale, draw, name_lines
 from windage.analysis.report import Page, Section
 from windage.analysis.tables import Column, Table
 from windage.analysis.terminal import Rendered
+from windage.toy.scores import FIGURES
 
 Document = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -83,9 +85,20 @@ def curve(
     halves = [(mine[x][f"{figure}_half_width"] or 0.0) if x in mine else 0.0 for x in xs]
     nowhere = float("nan")
     pairs = list(zip(means, halves, strict=True))
+    most = 1.0 if FIGURES[figure].unit == "share" else float("inf")
     low = [nowhere if v is None else max(0.0, v - h) for v, h in pairs]
-    high = [nowhere if v is None else v + h for v, h in pairs]
+    high = [nowhere if v is None else min(most, v + h) for v, h in pairs]
     return means, low, high
+
+
+def carried(values: Sequence[float | None]) -> list[float | None]:
+    """The last value known at each place: a line's name stands at the right, wherever it ends.
+
+    Example:
+        >>> carried([None, 0.5, None])
+        [None, 0.5, 0.5]
+    """
+    return list(accumulate(values, lambda last, here: last if here is None else here))
 
 
 def place(row: Row) -> float:
@@ -125,8 +138,10 @@ def paint(canvas: Any, panel: Row, rows: Sequence[Row]) -> Iterator[Later]:
         axes.set_xlabel(panel["x"])
         axes.set_title(LABELS[figure])
         axes.set_ylim(bottom=0)
+        axes.margins(x=0.02)
         if axes is grid[-1] and len(arms) > 1:
-            yield partial(name_lines, axes, xs, series, colors)
+            ends = {arm: carried(values) for arm, values in series.items()}
+            yield partial(name_lines, axes, xs, ends, colors)
 
 
 def figure(document: Document, study: Row, panel: Row) -> Figure:

@@ -24,7 +24,7 @@ from windage.toy.tabular import Table, along_means, along_samples
 SOURCE = "arXiv:2609.20807"
 said = partial(over, source=SOURCE)
 DRIFT, MEANS, GROUPS = "reward 1, exact means", "by lag, exact means", "by lag, groups of 8"
-STEPS, RATE, NOISE = 128, 0.3, 0.3
+STEPS, RATE, NOISE, SPREAD = 128, 0.3, 0.3, 0.5
 LAGS = (0, 1, 3, 7, 15, 31, 63)
 FROZEN, UNTOUCHED = "no correction, frozen sampler", "trajectory IS"
 ENTRIES = {
@@ -72,7 +72,7 @@ def trees(base: str, seeds: tuple[int, ...], size: Size) -> Trees:
     """Responses of up to four tokens, right if id 1 outnumbers id 0; a policy a seed."""
     tree = token_tree()
     drawn = [
-        torch.randn(tree.logits.shape, generator=g, dtype=torch.float64)
+        SPREAD * torch.randn(tree.logits.shape, generator=g, dtype=torch.float64)
         for g in generators(streamed(seeds, FIT))
     ]
     table = Table.joined([replace(tree, logits=logits) for logits in drawn])

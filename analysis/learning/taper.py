@@ -82,7 +82,7 @@ STUDY = Study(
         f"{EPOCHS} epochs.",
     ),
     panels=tuple(
-        Panel(name=TITLES[limit], x=TITLES[limit].split(",")[0], note=note)
+        Panel(name=TITLES[limit], x=TITLES[limit].split(",")[0], log=True, note=note)
         for limit, note in NOTES.items()
     ),
     arms=arms,
