@@ -57,7 +57,9 @@ class Forward:
             ValueError: the pass says something that is not finite; names the response.
         """
         given = {f.name: getattr(self, f.name) for f in fields(self)}
-        found = {n: v.detach().unsqueeze(1) for n, v in given.items() if v is not None}
+        found: dict[str, Any] = {
+            n: v.detach().unsqueeze(1) for n, v in given.items() if v is not None
+        }
         return replace(batch, **found).validate()
 
 
@@ -184,7 +186,7 @@ def _ahead(
     estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor]
 ) -> Coefficients:
     """Coefficients of the whole batch from a pass of its own."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Any] = {}
     places = torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.long)
     with torch.no_grad():
         passes = [forward(rows) for rows in parts]
@@ -216,7 +218,7 @@ def _by_response(batch: Batch) -> Batch:
 
 
 def _terms_by_response(terms: Terms) -> Terms:
-    changes = {
+    changes: dict[str, Any] = {
         f.name: value.flatten(0, 1).unsqueeze(1)
         for f in fields(terms)
         if isinstance(value := getattr(terms, f.name), Tensor)
