@@ -94,7 +94,7 @@ def _nulls(name: str, column: pa.Array) -> Found:
         values, rows, tokens = _flat(column, depth)
         if values.null_count and not (depth == 0 and kind.endswith(" or null")):
             for place in np.flatnonzero(_unknown(values)):
-                where = _at(name, depth, tokens[place])
+                where = _at(name, depth, int(tokens[place]))
                 yield int(rows[place]), f"{where} is null; allowed: {kind}"
 
 
@@ -124,7 +124,7 @@ def _beyond(name: str, column: pa.Array) -> Found:
         good |= numbers == -np.inf
     good |= _unknown(values)
     for place in np.flatnonzero(~good):
-        where = _at(name, depth, tokens[place])
+        where = _at(name, depth, int(tokens[place]))
         yield int(rows[place]), f"{where} is {numbers[place]:g}; allowed: {_allowed(name)}"
 
 
