@@ -48,7 +48,7 @@ from windage.cli import main
 from windage.toy.network import batch_of
 from windage.toy.scores import FIGURES
 
-TINY = Size(seeds=2, fit=30, train=64, held=8, samples=4, length=0.01)
+TINY = Size(seeds=2, fit=12, train=64, held=8, samples=4, length=0.01)
 
 
 def place(train: int = 64) -> World:

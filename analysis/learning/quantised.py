@@ -81,6 +81,15 @@ def orderings(size: Size) -> Sequence[Ordering]:
             ends(panel, "centered", "token TIS", "Centering ends above token TIS", robust=False)
             for panel in WITH_MEAN
         ),
+        *(
+            said(
+                f"No correction collapses even with the group mean ({panel}).",
+                Point(panel=panel, arm="no correction", step=0),
+                Point(panel=panel, arm="no correction"),
+                robust=False,
+            )
+            for panel in WITH_MEAN
+        ),
     ]
 
 
