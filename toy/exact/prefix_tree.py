@@ -199,7 +199,7 @@ def _norms(
         return [dot(visits, squared) for visits in flows]
     leaves = walk.leaf_flow * walk.ending(squared, kernel)
     if weights.leaf is not None:
-        leaves = leaves * weights.leaf.square()
+        leaves = leaves * weights.leaf * weights.leaf  # the square alone may overflow
     return [leaves.sum(-1) if f is None else dot(leaves, f) for f in features]
 
 
