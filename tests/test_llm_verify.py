@@ -18,7 +18,7 @@ from windage.llm.verify import Limits, Pool, Verdict, reward
 from windage.llm.verify_worker import integer
 
 HOSTILE = Path(__file__).with_name("hostile_checker.py")
-LIMITS = Limits(wall=0.25, cpu=0.2, memory=1 << 28)
+LIMITS = Limits(wall=0.5, cpu=0.1, memory=1 << 28)
 JOBS = (
     *("sleep", "spin", "memory", "memory bit by bit", "fork", "write", "files", "exit", "abort"),
     *("stop", "deaf", "dumb", "garbage", "list", "lie", "flood", "recursion", "system exit"),
@@ -121,7 +121,8 @@ def test_hostile_answers_to_a_credulous_checker_end_in_time(monkeypatch):
     why = {text: verdict.stopped for text, verdict in found.items()}
     assert why["sleep"] == why["stop"] == "time"
     assert why["spin"] in ("processor time", "time")
-    assert why["memory"] == "memory" and why["memory bit by bit"] in ("memory", "time")
+    assert why["memory"] == "memory"
+    assert why["memory bit by bit"] in ("memory", "processor time", "time")
     assert why["write"] == "OSError" and why["files"] == "OSError"
     assert why["exit"] == "the worker ended with 0"
     assert why["garbage"] == why["list"] == "a reply that is none"
@@ -161,7 +162,7 @@ def test_honest_answers_are_quick_and_several_at_a_time_keep_their_order():
 
 def test_processor_time_is_counted_for_each_check_alone():
     with Pool("integer", workers=1, limits=Limits(wall=5, cpu=0.2)) as pool:
-        found = [pool.check("1 " * 300_000, "1") for _ in range(8)]
+        found = [pool.check("1 " * 100_000, "1") for _ in range(12)]
     assert {v.word for v in found} == {"right"} and sum(v.seconds for v in found) > 0.2
 
 
