@@ -247,7 +247,7 @@ MARGINS = [
     ("staleness", staleness.LATE, "token TIS", RIGHT, 0.6, 1),
     ("staleness", staleness.LATE, "centered + TIS", RIGHT, 0.6, 1),
     ("quantised", quantised.MILD, "PPO", RIGHT, 0, 0.25),
-    ("quantised", quantised.MILD, "token TIS", RIGHT, 0.65, 1),
+    ("quantised", quantised.MILD, "token TIS", RIGHT, 0.6, 1),
     ("quantised", quantised.NOISY, "no correction", RIGHT, 0, 0.1),
     ("quantised", quantised.NOISY, "token TIS", RIGHT, 0, 0.1),
     ("quantised", quantised.NOISY, "centered", RIGHT, 0.22, 1),

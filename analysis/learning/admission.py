@@ -105,7 +105,6 @@ def orderings(size: Size) -> Sequence[Ordering]:
             "Groups that vary, refilled, teach more a batch than all groups.",
             point(VARIED, "pass_at_1"),
             point(EVERYTHING, "pass_at_1"),
-            robust=False,
         ),
         said(
             "Without slow responses hard prompts are learned less well.",
@@ -116,7 +115,6 @@ def orderings(size: Size) -> Sequence[Ordering]:
             "Slow responses that count as wrong cost hard prompts.",
             point(EVERYTHING, "hard"),
             point(FAILED, "hard"),
-            robust=False,
         ),
     ]
 

@@ -137,8 +137,9 @@ def paint(canvas: Any, panel: Row, rows: Sequence[Row]) -> Iterator[Later]:
             apt_scale(axes, "x", xs)
         axes.set_xlabel(panel["x"])
         axes.set_title(LABELS[figure])
-        axes.set_ylim(bottom=0)
         axes.margins(x=0.02)
+        if figure != "value":
+            axes.set_ylim(bottom=0)
         if axes is grid[-1] and len(arms) > 1:
             ends = {arm: carried(values) for arm, values in series.items()}
             yield partial(name_lines, axes, xs, ends, colors)
