@@ -56,9 +56,9 @@ def orderings(size: Size) -> Sequence[Ordering]:
                 f"Without a baseline centering ends above no correction ({panel}).",
                 point(panel, "centered"),
                 point(panel, "no correction"),
-                margin=0.1,
+                margin=margin,
             )
-            for panel in (ZERO_ONE, PLUS_MINUS)
+            for panel, margin in ((ZERO_ONE, 0.1), (PLUS_MINUS, 0.0))
         ),
         said(
             "Centered, reward -1 or 1 does as well as with the group mean, within 0.05.",

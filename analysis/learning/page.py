@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from windage.analysis.plots import GRAY, INK, Figure, Later, apt_scale, draw, name_lines
@@ -98,7 +97,10 @@ def carried(values: Sequence[float | None]) -> list[float | None]:
         >>> carried([None, 0.5, None])
         [None, 0.5, 0.5]
     """
-    return list(accumulate(values, lambda last, here: last if here is None else here))
+    found: list[float | None] = []
+    for here in values:
+        found.append(found[-1] if here is None and found else here)
+    return found
 
 
 def place(row: Row) -> float:
