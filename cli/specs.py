@@ -45,6 +45,7 @@ SINGLE = (
 )
 ORDERED = (("low", "high"), ("a_pos", "b_pos"), ("a_neg", "b_neg"))
 _BAND = {"low": 0.5, "high": 5.0}
+_NEAR_1 = {"low": 0.99, "high": 1.01}
 LIMITS: dict[str, dict[str, float]] = {
     "icepop": _BAND,
     "centered_mask": _BAND,
@@ -52,6 +53,11 @@ LIMITS: dict[str, dict[str, float]] = {
     "positives_only": {"a_pos": 1.0, "b_pos": 1.0, "a_neg": 0.0, "b_neg": 0.0},
     "naive": {"a_pos": 1.0, "b_pos": 1.0, "a_neg": 1.0, "b_neg": 1.0},
     "tis_both_signs": {"a_pos": 0.0, "b_pos": 1.0, "a_neg": 0.0, "b_neg": 1.0},
+    "clip_cov": {"low": 1.0, "high": 5.0},
+    "geometric_mask": _NEAR_1,
+    "seq_mask_tis": _NEAR_1,
+    "sequence_mis": {"low": 0.0, "high": 3.0},
+    "worst_token_mask": {"low": 0.5, "high": 2.0},
 }
 
 
@@ -98,6 +104,18 @@ RULES: dict[str, Rule] = {
     "b_pos": _LIMIT,
     "a_neg": _FROM_0,
     "b_neg": _LIMIT,
+    "delta": _FROM_0,
+    "limit": _FROM_0,
+    "log_low": _FROM_0,
+    "log_high": _FROM_0,
+    "share": _SHARE,
+    "tau": _POSITIVE,
+    "tau_pos": _POSITIVE,
+    "tau_neg": _POSITIVE,
+    "k_pos": _POSITIVE,
+    "k_neg": _POSITIVE,
+    "lambda_pos": _POSITIVE,
+    "lambda_neg": _POSITIVE,
     "max_lag": _whole(0, _MANY),
     "steps": _whole(0, _MANY),
     "rate": _FROM_0,

@@ -15,6 +15,7 @@ from windage.analysis.studies.grid import PROBLEMS
 from windage.cli import main as frame
 from windage.cli import specs
 from windage.cli import study as verb
+from windage.cli.output import progress
 from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.errors import BadInput
 from windage.estimators.index import FIRST, SETTINGS
@@ -75,7 +76,7 @@ def test_tables_are_true():
         assert specs.LIMITS.get(name, {}) == own
     keys = {k for own in (*SETTINGS.values(), *specs.PROBLEMS.values()) for k in own}
     keys |= {k for own in specs.BEHAVIORS.values() for k in own}
-    assert keys | {"group_size", "samples"} == set(specs.RULES)
+    assert keys | {"group_size", "samples", "error", "frontier"} == set(specs.RULES)
 
 
 def test_every_default_is_a_value_that_its_rule_allows():
@@ -343,7 +344,7 @@ def test_progress_goes_to_a_terminal_on_standard_error_only(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with verb._progress() as advance:
+    with progress("rows") as advance:
         advance(3, 7)
     assert "3/7" in screen.text
 

@@ -425,8 +425,9 @@ def test_p16_the_largest_of_k(problem, k):
     found = [mean(get("pass_at_k", k=k), problem, 3)]
     found += [mean(get("pkpo", k=k), problem, 3)] if k > 1 else []
     found += [mean(get("max_minus_second"), problem, k)] if k > 1 else []
+    flat = float(slope.norm()) < 1e-9  # equal rewards leave differences their rounding
     for estimate in found:
-        assert_close(estimate, slope, relative=1e-6)
+        assert_close(estimate, torch.zeros_like(slope) if flat else slope, relative=1e-6)
 
 
 @few

@@ -36,7 +36,8 @@ def test_an_evaluation_is_repeatable_and_its_figures_hang_together() -> None:
     prompts = task.prompts(torch.arange(4)).expand(2, -1, -1)
     found = evaluate(network, start, start, prompts, [3, 4], samples=32)
     again = evaluate(network, start, start, prompts, [3, 4], samples=32)
-    assert set(found) == {*FIGURES, "histogram"}
+    assert {"pass_at_1", "pass_at_k", "maj_at_k", "invalid", "kl_start", "histogram"} <= set(found)
+    assert set(found) - {"histogram"} <= set(FIGURES)
     for name, value in found.items():
         assert torch.equal(value, again[name])
     torch.testing.assert_close(found["kl_start"], torch.zeros(2))
