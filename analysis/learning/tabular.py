@@ -161,7 +161,7 @@ def orderings(size: Size) -> Sequence[Ordering]:
                 at(panel, UNTOUCHED, far),
                 at(panel, name, far),
                 source=here,
-                robust=name == "TOPR",
+                robust=name != "no correction",
             )
             for panel in (MEANS, GROUPS)
             for name in ("no correction", "token TIS", "TOPR")
