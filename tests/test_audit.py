@@ -205,7 +205,7 @@ def test_the_opposite_of_a_boolean_claim_fails(name):
         "prompt_mean",
         "gmpo",
         "decoupled_tis",
-        "clip_cov",
+        pytest.param("clip_cov", marks=pytest.mark.long),
         "geometric_mask",
         "dppo_kl",
     ],

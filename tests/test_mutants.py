@@ -41,7 +41,12 @@ def test_a_fault_is_found_by_every_check_that_the_table_names(name):
     assert found == expected
 
 
-@pytest.mark.parametrize("entry", LOSSES)
+SLOW = ("dapo", "cispo", "token_tis", "gspo")
+
+
+@pytest.mark.parametrize(
+    "entry", [pytest.param(n, marks=[pytest.mark.long] * (n in SLOW)) for n in LOSSES]
+)
 def test_checks_that_find_a_faulty_loss_pass_the_right_one(entry):
     table = committed()
     used = {check for function in LOSSES[entry] for check in table[function.__name__]}
