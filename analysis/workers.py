@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 A = TypeVar("A")
 R = TypeVar("R")
 SECONDS = 0.1
+SOON = 2.0
 
 
 def processors() -> int:
@@ -60,6 +61,8 @@ def side_by_side(
         for process, connection in workers:
             connection.close()
             process.terminate()
+            process.join(SOON)
+            process.kill()
             process.join()
 
 

@@ -186,9 +186,11 @@ def test_differences_are_short():
 
 
 def start(folder):
-    """The command, with parts as often as rows come, once the first is there."""
+    """The command, a part a row and five rows a second, once the first is there."""
     program = (
-        "import sys; from windage.analysis.studies import store; store.SECONDS = 0.0\n"
+        "import sys, time; from windage.analysis.studies import store, study\n"
+        "store.SECONDS, plain = 0.0, study.in_turn\n"
+        "study.in_turn = lambda *a: (time.sleep(0.2) or row for row in plain(*a))\n"
         "from windage.cli.main import main; sys.exit(main())"
     )
     words = [sys.executable, "-c", program, "study", *WORDS, "--json", "--out", str(folder)]
