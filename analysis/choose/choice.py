@@ -10,7 +10,7 @@ cheapest experiment that would decide it is planned from the gains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any, final
@@ -258,11 +258,3 @@ def why(each: Cell) -> str:
         f"bias costs {lost} of a step, noise leaves {left} of the rest; "
         f"{each.steps:.3g} updates an hour at lag {each.lag:.1f}"
     )
-
-
-def gains(request: Request, estimators: Sequence[Estimator]) -> Mapping[str, list[Cell]]:
-    """Cells of each recipe."""
-    found: dict[str, list[Cell]] = {}
-    for each in cells(request, estimators):
-        found.setdefault(each.recipe, []).append(each)
-    return found
