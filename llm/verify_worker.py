@@ -55,7 +55,7 @@ def canonical(number: str) -> str:
 
 def mathematics(text: str, answer: str) -> str:
     """Whether math-verify finds the answer in a text and holds it for equal to the one given."""
-    from math_verify import parse, verify  # type: ignore[import-not-found]
+    from math_verify import parse, verify
 
     found = parse(text, parsing_timeout=None)
     if not found:

@@ -1,0 +1,1 @@
+"""Our estimators inside the engines that others train with."""

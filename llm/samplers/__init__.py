@@ -1,0 +1,1 @@
+"""Samplers: what draws responses and says under which probabilities it drew them."""

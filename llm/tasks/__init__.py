@@ -1,0 +1,1 @@
+"""Tasks: where questions come from, and how an answer is judged."""
