@@ -1,0 +1,69 @@
+"""One response as a dump tells it, whoever wrote the dump."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """What is known of a response; None: the dump does not say.
+
+    Arrays have one entry a token of the response (prompt and padding taken away), nats throughout.
+
+    Args:
+        where: file and line or row, for messages.
+        mask: True on the tokens that the policy chose and that are trained on.
+        behavior_logp: by the sampler.
+        logp: by the policy being trained, as late as the dump has it.
+        proximal_logp: by the trainer before the update, where it is kept apart from `logp`.
+        reference_logp: by the reference.
+        response_ids, prompt_ids: tokens.
+        versions: number of the weights that drew each token.
+        current_version: number of the weights that were trained.
+        probability_square: sum of squared probabilities before each token.
+        head_ids, head_behavior_logp: the sampler's likeliest tokens.
+        group_id, sample_id, step: names; responses of one group share a prompt.
+        reward, outcome: after and before shaping.
+        advantages: as the framework computed them, a token each.
+        finish_reason: `stop`, `length`, or the framework's word.
+        rejected: why it was not trained on; None: it was, or the dump does not tell.
+        temperature, top_p, top_k: of the sampler.
+        raw: True: the log-probabilities are of the model before temperature, top-k and top-p;
+            False: of the distribution that drew.
+        elapsed: seconds from request to verdict.
+        others: fields without a place here.
+    """
+
+    where: str
+    mask: Bool[np.ndarray, " T"]
+    behavior_logp: Float[np.ndarray, " T"] | None = None
+    logp: Float[np.ndarray, " T"] | None = None
+    proximal_logp: Float[np.ndarray, " T"] | None = None
+    reference_logp: Float[np.ndarray, " T"] | None = None
+    response_ids: Int[np.ndarray, " T"] | None = None
+    prompt_ids: Int[np.ndarray, " S"] | None = None
+    versions: Int[np.ndarray, " T"] | None = None
+    current_version: int | None = None
+    probability_square: Float[np.ndarray, " T"] | None = None
+    head_ids: Int[np.ndarray, "T K"] | None = None
+    head_behavior_logp: Float[np.ndarray, "T K"] | None = None
+    group_id: str | None = None
+    sample_id: str | None = None
+    step: int | None = None
+    reward: float | None = None
+    outcome: float | None = None
+    advantages: Float[np.ndarray, " T"] | None = None
+    finish_reason: str | None = None
+    rejected: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    raw: bool | None = None
+    elapsed: float | None = None
+    others: dict[str, object] = field(default_factory=dict)
