@@ -17,7 +17,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.estimators.batch import Batch, log_ratio
 from windage.estimators.errors import positive, within
+from windage.estimators.estimator import Estimator
 
 
 def masked_mean(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, ""]:
@@ -154,3 +156,34 @@ def effective_sample_size(
     kept = kept / kept.amax(-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
     total = kept.square().sum(-1)
     return torch.where(total > 0, kept.sum(-1).square() / total.clamp(min=1.0), 0.0)
+
+
+def effective_log_ratio(
+    estimator: Estimator, batch: Batch, advantages: Float[Tensor, "*batch P G T_or_1"]
+) -> Float[Tensor, "*batch P G T"]:
+    """Log of the ratio that each weight stands for, before any bound: 0 without a correction.
+
+        sum over the corrections of reach(numerator - denominator)
+
+    Args:
+        estimator: whose corrections are read.
+        batch: with the policies that they compare.
+        advantages: of responses or tokens.
+
+    Example:
+        >>> from windage.estimators.catalogue import get
+        >>> batch = Batch.from_rows([1.0, 0.0], "aa", mask=[[1], [1]],
+        ...                         logp=[[-1.0], [-2.0]], behavior_logp=[[-2.0], [-2.0]])
+        >>> effective_log_ratio(get("token_tis"), batch, batch.rewards.unsqueeze(-1)).tolist()
+        [[[1.0], [0.0]]]
+    """
+    total = torch.zeros_like(batch.mask, dtype=torch.float64)
+    for correction in estimator.corrections:
+        if correction.idle:
+            continue
+        policies = batch.get(correction.numerator), batch.get(correction.denominator)
+        x = log_ratio(*policies, batch.mask)
+        if correction.before is not None:
+            x = torch.where(batch.mask, correction.before(x, advantages), torch.zeros_like(x))
+        total = total + correction.reach(x, batch.mask)
+    return torch.where(batch.mask, total, 0.0)
