@@ -55,6 +55,7 @@ ROLLOUT_OPTIONAL = {
     "proximal_logp": "numbers",
     "reference_logp": "numbers",
     "components": "numbers",
+    "verdict": "text or null",
 }
 
 

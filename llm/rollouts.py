@@ -16,6 +16,7 @@ The columns are those of `ROLLOUT_FIELDS` and, where recorded, of `ROLLOUT_OPTIO
     head_ids, head_behavior_logp    the sampler's likeliest tokens; a short head ends in id -1, -inf
     proximal_logp, reference_logp   nats
     components             parts of the reward
+    verdict                of the task: `right`, `format`, `wrong` or `invalid`
 
 Each file's metadata holds the schema and the fingerprint of the tokenizer; there is no pickle and
 no extension type, so any parquet tool reads them.  A step is written once and never again.
@@ -30,7 +31,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -47,6 +48,7 @@ from windage.llm.rollout_faults import COLUMNS, HEAD, faults, lengths_of, padded
 
 SCHEMA = f"windage/rollouts/{SCHEMA_VERSION}"
 ROWS = 64
+BATCH = {field.name for field in fields(Batch)}
 STEP = re.compile(r"step-(\d{8})\.parquet")
 Row = Mapping[str, Any]
 
@@ -341,7 +343,7 @@ def to_batch(
         BadInput: only some of the rows have an optional column.
         ValueError: what `Batch.from_rows` refuses.
     """
-    extra = {name: _optional(rows, name) for name in ROLLOUT_OPTIONAL}
+    extra = {name: _optional(rows, name) for name in ROLLOUT_OPTIONAL if name in BATCH}
     width = max((np.shape(h)[-1] for h in extra["head_ids"] or ()), default=0)
     for name, nothing in zip(HEAD, (-1, -math.inf), strict=True):
         if (column := extra[name]) is not None:

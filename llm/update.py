@@ -29,6 +29,7 @@ from windage.estimators.estimator import (
     token_coefficients,
 )
 from windage.estimators.member import Member
+from windage.llm.ranks import ALONE, Ranks
 
 # What only a forward pass of the policy being trained can tell, or what is made of it.
 OF_THE_POLICY = {"logp", "head_logp", "probability_square", "log_ratio", "reference_ratio"}
@@ -56,11 +57,15 @@ class Forward:
         Raises:
             ValueError: the pass says something that is not finite; names the response.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        found: dict[str, Any] = {
-            n: v.detach().unsqueeze(1) for n, v in given.items() if v is not None
-        }
+        given = _given(self, batch.rewards.device)
+        found: dict[str, Any] = {name: value.unsqueeze(1) for name, value in given.items()}
         return replace(batch, **found).validate()
+
+
+def _given(found: Forward, device: torch.device) -> dict[str, Tensor]:
+    """What a pass said, as constants beside the batch."""
+    values = {f.name: getattr(found, f.name) for f in fields(found)}
+    return {name: v.detach().to(device) for name, v in values.items() if v is not None}
 
 
 @final
@@ -113,12 +118,16 @@ def micro_batches(batch: Batch, size: int) -> list[Int[Tensor, " _"]]:
 
 
 def accumulate(
-    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Int[Tensor, " _"]]
+    estimator: Estimator,
+    batch: Batch,
+    forward: Pass,
+    parts: Sequence[Int[Tensor, " _"]],
+    ranks: Ranks = ALONE,
 ) -> Update:
     """Add the gradient of the surrogate to that of the policy's parameters.
 
     Claims:
-        The same for every division into parts, up to rounding.
+        The same for every division into parts and processes, up to rounding.
         One forward pass a response, two where `looks_ahead` says so.
 
     Args:
@@ -127,6 +136,8 @@ def accumulate(
         forward: differentiable, of responses by their numbers p G + g; called in the order of
             `parts`.
         parts: numbers of responses; together all that have trainable tokens, each once.
+        ranks: processes that share the parts; each knows the whole batch.  What each added is
+            still to be summed by `Ranks.reduce`.
 
     Returns:
         What was accumulated, in constants.
@@ -139,10 +150,10 @@ def accumulate(
     _covers(batch, parts)
     flat = _by_response(batch)
     own, logp = (torch.zeros_like(batch.mask, dtype=torch.float64).flatten(0, 1) for _ in range(2))
-    whole = _ahead(estimator, batch, forward, parts) if looks_ahead(estimator) else None
+    whole = _ahead(estimator, batch, forward, parts, ranks) if looks_ahead(estimator) else None
     terms = batch_terms(estimator, batch) if whole is None else whole.terms
     apart = _terms_by_response(terms)
-    for rows in parts:
+    for rows, counts in ranks.share(parts):
         found = forward(rows)
         if whole is None:
             part = found.into(flat.select(rows))
@@ -151,14 +162,16 @@ def accumulate(
         else:
             c = whole.own.flatten(0, 1)[rows]
             head = None if whole.head is None else whole.head.flatten(0, 1)[rows]
-        loss = surrogate(c, found.logp)
+        loss = surrogate(c.to(found.logp.device), found.logp)
         if head is not None:
             assert found.head_logp is not None
-            loss = loss + surrogate(head, found.head_logp)
-        loss.backward()
-        own[rows], logp[rows] = c.to(own.dtype), found.logp.detach().to(logp.dtype)
+            loss = loss + surrogate(head.to(found.logp.device), found.head_logp)
+        (loss * (ranks.scale if counts else 0.0)).backward()
+        if counts:
+            own[rows], logp[rows] = c.to(own.dtype), found.logp.detach().to(logp)
     shape = batch.mask.shape
-    return Update(own=own.view(shape), logp=logp.view(shape), counts=terms.counts)
+    own, logp = ranks.sum(own).view(shape), ranks.sum(logp).view(shape)
+    return Update(own=own, logp=logp, counts=terms.counts)
 
 
 def _checked(estimator: Estimator, batch: Batch) -> Batch:
@@ -183,25 +196,35 @@ def _covers(batch: Batch, parts: Sequence[Tensor]) -> None:
 
 
 def _ahead(
-    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor]
+    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor], ranks: Ranks
 ) -> Coefficients:
     """Coefficients of the whole batch from a pass of its own."""
-    found: dict[str, Any] = {}
-    places = torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.long)
-    with torch.no_grad():
-        passes = [forward(rows) for rows in parts]
-    shape = batch.mask.shape
-    for name in (f.name for f in fields(Forward)):
-        values = [getattr(one, name) for one in passes]
-        if values and values[0] is not None:
-            told = torch.cat(values)
-            out = told.new_zeros((shape[:-1].numel(), *told.shape[1:]))
-            out[places] = told
-            found[name] = out.view(*shape[:-1], *told.shape[1:])
-    if not passes:
-        found["logp"] = torch.zeros_like(batch.mask, dtype=batch.rewards.dtype)
+    found = ahead(batch, forward, parts, ranks)
     filled = replace(batch, **found).validate()
     return coefficients(estimator, filled).validate(filled)
+
+
+def ahead(
+    batch: Batch, forward: Pass, parts: Sequence[Tensor], ranks: Ranks = ALONE
+) -> dict[str, Tensor]:
+    """What a pass says of the whole batch, by the record's names, as constants.
+
+    Args:
+        batch: says where its tokens are.
+        forward, parts, ranks: as of `accumulate`.
+    """
+    shape, size = batch.mask.shape, batch.mask.shape[:-1].numel()
+    told: dict[str, Tensor] = {}
+    for rows, counts in ranks.share(parts):
+        with torch.no_grad():
+            found = forward(rows)
+        for name, value in _given(found, batch.rewards.device).items():
+            whole = told.setdefault(name, value.new_zeros((size, *value.shape[1:])))
+            if counts:
+                whole[rows] = value
+    for name, value in list(told.items()):
+        told[name] = ranks.sum(value).view(*shape[:-1], *value.shape[1:])
+    return told or {"logp": torch.zeros_like(batch.mask, dtype=batch.rewards.dtype)}
 
 
 def _by_response(batch: Batch) -> Batch:

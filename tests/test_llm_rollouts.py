@@ -60,6 +60,7 @@ def row(number: int, *, heads: int = 2, optional: bool = True) -> dict[str, Any]
             "proximal_logp": -rng.random(t),
             "reference_logp": -rng.random(t),
             "components": rng.random(2),
+            "verdict": ("right", None)[number % 2],
         }
     return found
 
@@ -389,6 +390,7 @@ def test_rows_become_the_batch_of_their_columns(tmp_path):
         **{
             name: [one[name].tolist() for one in rows(8)]
             for name in (*ROLLOUT_OPTIONAL, "behavior_logp", "versions")
+            if name != "verdict"
         },
     )
     for name, value in vars(expected).items():
