@@ -1,4 +1,4 @@
-"""One response as a dump tells it, whoever wrote the dump."""
+"""One response as a dump tells it, whoever wrote the dump, and what is said of one set aside."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ class Row:
 
     Args:
         where: file and line or row, for messages.
-        mask: True on the tokens that the policy chose and that are trained on.
+        mask: True on the tokens that the policy chose and that are trained on, one or more of them;
+            numbers beside a False are 0 where the dump holds none.
         behavior_logp: by the sampler.
         logp: by the policy being trained, as late as the dump has it.
         proximal_logp: by the trainer before the update, where it is kept apart from `logp`.
         reference_logp: by the reference.
         response_ids, prompt_ids: tokens.
-        versions: number of the weights that drew each token.
+        versions: number of the weights that drew each token; where the dump has only the first and
+            the last of a response, the first, and the last is `others["last_version"]`.
         current_version: number of the weights that were trained.
         probability_square: sum of squared probabilities before each token.
         head_ids, head_behavior_logp: the sampler's likeliest tokens.
-        group_id, sample_id, step: names; responses of one group share a prompt.
+        group_id, sample_id, step: names; responses of one group share a prompt.  A dump without
+            groups groups by step and tokens of the prompt.
         reward, outcome: after and before shaping.
         advantages: as the framework computed them, a token each.
         finish_reason: `stop`, `length`, or the framework's word.
@@ -67,3 +70,24 @@ class Row:
     raw: bool | None = None
     elapsed: float | None = None
     others: dict[str, object] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A row that was set aside, or a file in a folder that holds no rows; never silent.
+
+    Args:
+        where: file and line, row or sample.
+        reason: a few words, the same for every row with this fault, to count by.
+        what: the sentence's end after `where`: what was found and what is allowed.
+        rows: how many rows it stands for; 0: a file that holds none.
+    """
+
+    where: str
+    reason: str
+    what: str
+    rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.what}"
