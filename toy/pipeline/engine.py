@@ -67,10 +67,10 @@ def record(**names: str) -> np.dtype:
 
 
 # Scalars: time and time of the next commit; versions committed, arrived and in force; responses
-# started, gone, in slots and in dropped groups; ends of the queue; sizes of the heap and of pieces.
+# started, gone, in slots and in dropped groups; ends of the queue; verdicts to come; pieces.
 TALLY = record(
     f8="now commit",
-    i8="version arrived weights started gone running dropped head tail events pieces",
+    i8="version arrived weights started gone running dropped head tail verdicts pieces",
 )
 
 # Times of the start, of the end in the slot and of the verdict; tokens written so far; time from
@@ -97,7 +97,8 @@ class State(NamedTuple):
         tally: one record.
         responses, groups, steps, pieces: a record each.
         queue: groups in the order in which they became complete.
-        when, what: heap of events; what = 2 * response, + 1 where a verdict comes.
+        end_when, end_what: heap of the ends of responses in slots.
+        verdict_when, verdict_what: heap of the verdicts to come.
     """
 
     tally: Array
@@ -106,8 +107,10 @@ class State(NamedTuple):
     steps: Array
     pieces: Array
     queue: Array
-    when: Array
-    what: Array
+    end_when: Array
+    end_what: Array
+    verdict_when: Array
+    verdict_what: Array
 
 
 @compiled
@@ -125,7 +128,10 @@ def loop(rules: Rules, draws: Draws, s: State) -> int:
             start(rules, draws, s)
         if rules.in_flight and c.pieces + c.running > len(s.pieces):
             return 2
-        event = s.when[0] if c.events else INF
+        event = s.end_when[0] if c.running else INF
+        verdict = s.verdict_when[0] if c.verdicts else INF
+        judged = verdict < event or (verdict == event and earlier(s))
+        event = min(event, verdict)
         arrival = s.steps[c.arrived].commit + rules.sync if c.arrived < c.version else INF
         if c.commit == INF and arrival == INF and event == INF:
             return 3
@@ -136,14 +142,24 @@ def loop(rules: Rules, draws: Draws, s: State) -> int:
             arrive(rules, s)
         else:
             c.now = event
-            item = s.what[0]
-            pop(s.when, s.what, c.events)
-            c.events -= 1
-            if item & 1:
-                judge(rules, draws, s, item >> 1)
+            if judged:
+                i = s.verdict_what[0]
+                pop(s.verdict_when, s.verdict_what, c.verdicts)
+                c.verdicts -= 1
+                judge(rules, draws, s, i)
             else:
-                end(rules, draws, s, item >> 1)
+                i = s.end_what[0]
+                pop(s.end_when, s.end_what, c.running)
+                c.running -= 1
+                end(rules, draws, s, i)
     return 0
+
+
+@compiled
+def earlier(s: State) -> bool:
+    """Whether the next verdict is of an earlier response than the next end."""
+    c = s.tally[0]
+    return c.verdicts > 0 and (c.running == 0 or s.verdict_what[0] < s.end_what[0])
 
 
 @compiled
@@ -182,10 +198,9 @@ def start(rules: Rules, draws: Draws, s: State) -> None:
     r.tokens = 0.0
     r.since = now + rules.read * rules.prompt
     r.finish = r.since + rules.token * draws.tokens[i]
+    push(s.end_when, s.end_what, c.running, min(r.finish, now + rules.limit), i)
     c.started += 1
     c.running += 1
-    push(s.when, s.what, c.events, min(r.finish, now + rules.limit), 2 * i)
-    c.events += 1
 
 
 @compiled
@@ -193,7 +208,6 @@ def end(rules: Rules, draws: Draws, s: State, i: int) -> None:
     """A response is complete, or its time is up; its slot is free."""
     c, r = s.tally[0], s.responses[i]
     now = c.now
-    c.running -= 1
     r.ended = now
     cut = r.finish > now
     if cut:
@@ -204,8 +218,8 @@ def end(rules: Rules, draws: Draws, s: State, i: int) -> None:
         leave(s, i, SLOW)
         close(rules, s, i // rules.group_size)
     elif draws.verifier[i] > 0:
-        push(s.when, s.what, c.events, now + draws.verifier[i], 2 * i + 1)
-        c.events += 1
+        push(s.verdict_when, s.verdict_what, c.verdicts, now + draws.verifier[i], i)
+        c.verdicts += 1
     else:
         judge(rules, draws, s, i)
 
@@ -314,11 +328,9 @@ def arrive(rules: Rules, s: State) -> None:
     c.weights = c.arrived - c.arrived % rules.publish_every
     if not rules.in_flight or c.weights == before:
         return
-    for place in range(c.events):
-        item = s.what[place]
-        if item & 1 == 0:
-            s.when[place] = switch(rules, s, item >> 1, before)
-    heapify(s.when, s.what, c.events)
+    for place in range(c.running):
+        s.end_when[place] = switch(rules, s, s.end_what[place], before)
+    heapify(s.end_when, s.end_what, c.running)
 
 
 @compiled

@@ -251,8 +251,10 @@ def _grown(
         steps=np.empty(rules.steps, dtype=engine.STEP),
         pieces=np.empty(pieces, dtype=engine.PIECE),
         queue=np.empty(responses // rules.group_size, dtype=np.int64),
-        when=np.empty(responses),
-        what=np.empty(responses, dtype=np.int64),
+        end_when=np.empty(rules.slots),
+        end_what=np.empty(rules.slots, dtype=np.int64),
+        verdict_when=np.empty(responses),
+        verdict_what=np.empty(responses, dtype=np.int64),
     )
     if before is None:
         state.tally["commit"] = inf
