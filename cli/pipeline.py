@@ -45,7 +45,10 @@ KEYS: dict[str, tuple[Any, str]] = {
     "pause_seconds": (NUMBER, "pause of running responses when weights arrive in flight"),
     "publish_every": (COUNT, "commits from one publication of weights to the next"),
     "max_lag": (WHOLE, "drop groups whose oldest weights are further behind"),
-    "capacity": (NUMBER, "start only while started - dropped < (capacity + version + 1) * batch"),
+    "capacity": (
+        NUMBER,
+        "start only while started - dropped < (capacity + published + 1) * publish_every * batch",
+    ),
     "drop_after": (NUMBER, "seconds in a slot after which a response is dropped"),
     "fail_after": (NUMBER, "seconds in a slot after which a response is cut and fails"),
     "refill": (SWITCH, "drop groups whose rewards are all equal, and start others"),

@@ -62,7 +62,9 @@ class Oracle:
         elif self.p.mode == "overlap":
             batches = min(self.taken, self.arrived + 1) + 1
         else:
-            batches = inf if self.p.capacity is None else self.p.capacity + self.version + 1
+            capacity = inf if self.p.capacity is None else self.p.capacity
+            every = self.p.publish_every
+            batches = (capacity + self.version // every + 1) * every
         return len(self.responses) - self.given_up < batches * self.p.batch
 
     def wake(self) -> None:

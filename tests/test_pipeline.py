@@ -215,6 +215,17 @@ def test_capacity_rule_bounds_what_is_inside(capacity: float, size: int) -> None
     assert (found.lag.max() > capacity) == (capacity > 0)
 
 
+@pytest.mark.parametrize("capacity", [0, 0.5, 1])
+def test_capacity_counts_in_versions_that_were_published(capacity: float) -> None:
+    found = run(400, 4, slots=300, publish_every=4, capacity=capacity)
+    r = found.responses
+    bound = (capacity + r["version"] // 4 + 1) * 4 * 64
+    assert np.all(np.arange(len(r)) + 1 <= bound)
+    # The bound is reached just before a publication, and not before.
+    full = [(r["version"] <= v).sum() == (capacity + v // 4 + 1) * 4 * 64 for v in range(3, 399, 4)]
+    assert np.mean(full) > 0.9
+
+
 @pytest.mark.parametrize("mode", ["asynchronous", "in_flight", "in_flight_recompute"])
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
 def test_maximum_lag_holds_for_every_response_and_wastes_the_rest(mode: str, max_lag: int) -> None:

@@ -173,7 +173,8 @@ def room(rules: Rules, s: State) -> bool:
         taken = c.version + (c.commit < INF)
         batches = float(min(taken, c.arrived + 1) + 1)
     else:
-        batches = rules.capacity + c.version + 1
+        published = c.version // rules.publish_every
+        batches = (rules.capacity + published + 1) * rules.publish_every
     return c.started - c.dropped < batches * batch
 
 

@@ -39,7 +39,8 @@ class Pipeline:
         pause_seconds: every running response stands still so long when weights arrive in flight.
         publish_every: commits from one publication of weights to the next.
         max_lag: drop a group once the oldest weights of its responses are further behind.
-        capacity: start only while started - dropped < (capacity + version + 1) * batch.
+        capacity: start only while started - dropped < (capacity + published + 1) * publish_every *
+            batch, with the number of versions published so far.
         drop_after: seconds in a slot after which a response is dropped.
         fail_after: seconds in a slot after which a response is cut and earns no reward.
         refill: drop groups whose rewards are all equal.
