@@ -385,24 +385,25 @@ _LAGS = (
     _m("lag/in_queue", None, "updates", "down", "-", mean,
        f"{_L} sum/lag.in_queue", "sum(version trained - newest version of a response) / R"),
 )  # fmt: skip
+_MEASURED: tuple[tuple[str, str | None, str, Better, str], ...] = (
+    ("update/gradient_norm", "actor/grad_norm", "reward", "none",
+     "norm of the gradient by all parameters, before it is clipped"),
+    ("update/learning_rate", "actor/lr", "-", "none", "that of this step"),
+    ("update/skipped", None, "steps", "down", "steps left out so far, not finite"),
+    ("time/step", "perf/time_per_step", "seconds", "down", "from one step to the next"),
+    ("time/sample", "timing_s/gen", "seconds", "down", "the sampler drew"),
+    ("time/verify", "timing_s/reward", "seconds", "down", "answers were checked"),
+    ("time/train", "timing_s/update_actor", "seconds", "down", "forward, backward and step"),
+    ("time/sync", "timing_s/update_weights", "seconds", "down", "weights went to the sampler"),
+    ("time/metrics", None, "seconds", "down", "these figures took"),
+    ("time/tokens_per_second", "perf/throughput", "tokens / s", "up",
+     "trained tokens / time/step; verl's is a device"),
+    ("memory/peak", "perf/max_memory_allocated_gb", "GiB", "down", "most memory so far"),
+)  # fmt: skip
 _GIVEN = tuple(
     _m(name, verl, unit, better, "-", last, f"sum/given max/{name}", formula)
-    for name, verl, unit, better, formula in (
-        ("update/gradient_norm", "actor/grad_norm", "reward", "none",
-         "norm of the gradient by all parameters, before it is clipped"),
-        ("update/learning_rate", "actor/lr", "-", "none", "that of this step"),
-        ("update/skipped", None, "steps", "down", "steps left out so far, not finite"),
-        ("time/step", "perf/time_per_step", "seconds", "down", "from one step to the next"),
-        ("time/sample", "timing_s/gen", "seconds", "down", "the sampler drew"),
-        ("time/verify", "timing_s/reward", "seconds", "down", "answers were checked"),
-        ("time/train", "timing_s/update_actor", "seconds", "down", "forward, backward and step"),
-        ("time/sync", "timing_s/update_weights", "seconds", "down", "weights went to the sampler"),
-        ("time/metrics", None, "seconds", "down", "these figures took"),
-        ("time/tokens_per_second", "perf/throughput", "tokens / s", "up",
-         "trained tokens / time/step; verl's is a device"),
-        ("memory/peak", "perf/max_memory_allocated_gb", "GiB", "down", "most memory so far"),
-    )
-)  # fmt: skip
+    for name, verl, unit, better, formula in _MEASURED
+)
 
 METRICS: tuple[Metric, ...] = (
     *_over("token", "x", "N", _TOKEN),

@@ -12,7 +12,7 @@ counts as at most exp(300), and a weight that overflowed as the largest number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 
 import torch
@@ -27,6 +27,11 @@ Moments = dict[str, Tensor]
 LARGEST = 300.0
 OVERFLOW = torch.finfo(torch.float64).max
 LAGS = 256
+JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "log": torch.logaddexp,
+}
 EDGE = 64 * torch.finfo(torch.float64).eps
 
 
@@ -41,9 +46,7 @@ def merge(*parts: Mapping[str, Tensor]) -> Moments:
 
 
 def _two(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Moments:
-    join = {"sum": torch.add, "max": torch.maximum, "log": torch.logaddexp}
-    both = {k: join[k[:3]](v, b[k]) if k in b else v for k, v in a.items()}
-    return {**b, **both}
+    return {**b, **{k: JOIN[k[:3]](v, b[k]) if k in b else v for k, v in a.items()}}
 
 
 def _most(x: Tensor) -> Tensor:
