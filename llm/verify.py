@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -30,6 +31,9 @@ from windage.llm import verify_worker
 WORDS = ("right", "format", "wrong", "invalid")
 START = 60.0
 REPLY = 4096
+# Packages that a kind of check needs, and the extra that brings them.
+NEEDS = {"mathematics": "math-verify", "reasoning": "reasoning-gym"}
+EXTRAS = {"math-verify": "mathematics", "reasoning-gym": "reasoning-gym"}
 
 
 @final
@@ -55,15 +59,17 @@ class Verdict:
     """What came of a check.
 
     Args:
-        word: `right`; `format`: right, but words follow the answer; `wrong`; `invalid`: there is no
-            answer, or none that could be checked.
+        word: `right`; `format`: right, but words go on after the answer, or a limit cut the
+            response; `wrong`; `invalid`: there is no answer, or none that could be checked.
         stopped: why the check came to no end, or None.
         seconds: it took.
+        answer: what was read as the answer, the same for all that are right; None: nothing.
     """
 
     word: str
     stopped: str | None
     seconds: float
+    answer: str | None = None
 
     @property
     def correct(self) -> bool:
@@ -71,14 +77,58 @@ class Verdict:
         return self.word in ("right", "format")
 
 
-def reward(verdict: Verdict, *, low: float = 0.0, high: float = 1.0) -> float:
-    """The reward of a verdict: `high` for a correct answer, `low` for any other.
+@final
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What verdicts earn.
+
+    A model that earns as much by going on after its answer never learns to end.
+
+    Args:
+        low: wrong or invalid.
+        high: right.
+        format: the right answer with a fault of format.
+
+    Raises:
+        BadInput: not low <= format <= high, or low as high.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    format: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (-inf < self.low <= self.format <= self.high < inf and self.low < self.high):
+            raise BadInput(
+                f"low is {self.low:g}, format {self.format:g}, high {self.high:g}; "
+                "allowed: low <= format <= high, and low < high"
+            )
+
+
+PLUS_MINUS = Scale(low=-1.0, high=1.0, format=0.0)
+
+
+def reward(verdict: Verdict, scale: Scale) -> float:
+    """What a verdict earns.
 
     Example:
-        >>> reward(Verdict(word="wrong", stopped=None, seconds=0.0), low=-1.0)
-        -1.0
+        >>> [
+        ...     reward(Verdict(word=word, stopped=None, seconds=0.0), PLUS_MINUS)
+        ...     for word in ("right", "format", "wrong", "invalid")
+        ... ]
+        [1.0, 0.0, -1.0, -1.0]
     """
-    return high if verdict.correct else low
+    return {"right": scale.high, "format": scale.format}.get(verdict.word, scale.low)
+
+
+def after_cut(verdict: Verdict) -> Verdict:
+    """The verdict on a response that a limit cut: the right answer did not end by itself.
+
+    Example:
+        >>> after_cut(Verdict(word="right", stopped=None, seconds=0.0)).word
+        'format'
+    """
+    return replace(verdict, word="format") if verdict.word == "right" else verdict
 
 
 @final
@@ -86,7 +136,7 @@ class Pool:
     """Workers that check answers, several at a time.
 
     Args:
-        kind: `integer`, or `mathematics` by math-verify.
+        kind: a check of `verify_worker`.
         workers: processes.
         limits: of each check.
         program: of the workers.
@@ -124,7 +174,9 @@ class Pool:
         word = reply.get("word")
         if word in WORDS:
             self._idle.put(worker)
-            return Verdict(word=str(word), stopped=None, seconds=seconds)
+            answer = reply.get("answer")
+            said = None if answer is None else str(answer)
+            return Verdict(word=str(word), stopped=None, seconds=seconds, answer=said)
         worker.kill()
         self._idle.put(_Worker(self._program, self.limits, self.kind))
         stopped = str(reply.get("stopped", "a reply that is none"))
@@ -158,13 +210,14 @@ def check_kind(kind: str) -> None:
     Raises:
         BadInput: names the kind and what is missing.
     """
-    if kind == "mathematics" and find_spec("math_verify") is None:
-        raise BadInput(
-            "answers of kind 'mathematics' need the package math-verify, which is not installed; "
-            "allowed: pip install math-verify, or the kind integer"
-        )
     if kind not in verify_worker.CHECKS:
         raise unknown("kind of answer", kind, verify_worker.CHECKS)
+    package = NEEDS.get(kind)
+    if package is not None and find_spec(package.replace("-", "_")) is None:
+        raise BadInput(
+            f"answers of kind {kind!r} need the package {package}, which is not installed; "
+            f"allowed: pip install 'windage[{EXTRAS[package]}]', or another kind"
+        )
 
 
 @final

@@ -1,40 +1,88 @@
 """The process in which answers are checked: requests come as lines of JSON, and so do replies.
 
-It is started by path, knows the standard library only (and math-verify where a task asks for it),
+It is started by path, knows the standard library only (and the package of a check that needs one),
 and gives up what it does not need before it reads the first request.
+
+A check reads the answer out of a text and compares it with the right one:
+
+    right      it is the right one, and nothing follows it
+    format     it is the right one, but words go on after it
+    wrong      it is another
+    invalid    there is none
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 NUMBER = re.compile(r"(?:(?<![\w).])[-−])?\d+(?:,\d{3}(?!\d))*(?:\.\d+)?")
-Check = Callable[[str, str], str]
+# Where a first statement ends: at a line's end, or at a sentence's.
+END = re.compile(r"\n|[.!?;](?=\s|$)")
+WORD = re.compile(r"[^\W\d_]{2,}")
+MATHEMATICAL = re.compile(r"[\d$}\])|]")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+JUDGMENT = re.compile(r"\b(yes|no|(?:not\s+|in)?correct)\b", re.IGNORECASE)
+TAGS = ("<answer>", "</answer>")
+LONG = 200
+# Below the score 1 by rounding only.
+FULL = 0.999
 
 
-def integer(text: str, answer: str) -> str:
-    """Compare the last number of a text with an integer, digit by digit.
+class Found(NamedTuple):
+    """What a check came to, and the answer that it read, spelled in one way; None: it read none."""
 
-    `right`, or `format` where words follow the right number, or `wrong`, or `invalid` where there
-    is no number.
+    word: str
+    answer: str | None = None
+
+
+Check = Callable[[str, str], Found]
+
+
+def integer(text: str, answer: str) -> Found:
+    """Compare the last number of a text with the right one, digit by digit.
 
     Example:
-        >>> [integer(text, "42") for text in ("It is 42.", "42, and so on", "41", "many")]
+        >>> [integer(text, "42").word for text in ("It is 42.", "42, and so on", "41", "many")]
         ['right', 'format', 'wrong', 'invalid']
     """
     last = None
     for last in NUMBER.finditer(text):  # noqa: B007
         pass
     if last is None:
-        return "invalid"
-    if canonical(last[0]) != canonical(answer):
-        return "wrong"
-    return "format" if re.search(r"\w", text[last.end() :]) else "right"
+        return Found("invalid")
+    number = canonical(last[0])
+    if number != canonical(answer):
+        return Found("wrong", number)
+    return Found("format" if re.search(r"\w", text[last.end() :]) else "right", number)
+
+
+def stated(text: str, answer: str) -> Found:
+    """As `integer`, but rambling spoils no answer.
+
+    Where the last number is wrong and the last one of the first statement with a number is right,
+    the answer has a fault of format.  For questions that take one step: in a text that works its
+    way to the answer an earlier number is none.
+
+    Example:
+        >>> [stated(text, "42").word for text in ("40 + 2 = 42. Then 3", "41, 42. Or 43", "7\\n42")]
+        ['format', 'format', 'right']
+    """
+    found = integer(text, answer)
+    if found.word != "wrong":
+        return found
+    first = NUMBER.search(text)
+    assert first is not None
+    end = END.search(text, first.end())
+    early = integer(text[: end.start()] if end else text, answer)
+    return Found("format", early.answer) if early.word in ("right", "format") else found
 
 
 def canonical(number: str) -> str:
@@ -53,17 +101,129 @@ def canonical(number: str) -> str:
     return f"{sign}{whole or '0'}{'.' * bool(part)}{part}"
 
 
-def mathematics(text: str, answer: str) -> str:
-    """Whether math-verify finds the answer in a text and holds it for equal to the one given."""
+def boxed(text: str) -> tuple[str, int] | None:
+    r"""What the last `\boxed{}` of a text holds, and where it ends; None: there is none.
+
+    Example:
+        >>> boxed(r"so \boxed{\frac{1}{2}}.")
+        ('\\frac{1}{2}', 22)
+        >>> boxed(r"\boxed 7")
+        ('7', 8)
+    """
+    last = None
+    for last in BOX.finditer(text):  # noqa: B007
+        pass
+    if last is None or last.end() == len(text):
+        return None
+    start = last.end()
+    if text[start] != "{":
+        return text[start], start + 1
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", text[start:]):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start + 1 : start + brace.start()], start + brace.end()
+    return None
+
+
+def mathematics(text: str, answer: str) -> Found:
+    """Whether math-verify finds the answer in a text and holds it for equal to the one given.
+
+    What the last box holds is the answer; without a box math-verify looks for it.
+    """
     from math_verify import parse, verify
 
-    found = parse(text, parsing_timeout=None)
+    box = boxed(text)
+    found = parse(f"\\boxed{{{box[0]}}}" if box else text, parsing_timeout=None)
     if not found:
-        return "invalid"
-    return "right" if verify(parse(answer), found, timeout_seconds=None) else "wrong"
+        return Found("invalid")
+    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+    if not verify(gold, found, timeout_seconds=None):
+        return Found("wrong", "".join(str(found[-1]).split()))
+    if box is None:
+        for place in MATHEMATICAL.finditer(text):
+            box = ("", place.end())
+    rest = text[box[1] :] if box else ""
+    return Found("format" if WORD.search(rest) else "right", answer)
 
 
-CHECKS: dict[str, Check] = {"integer": integer, "mathematics": mathematics}
+def plain(text: str, answer: str) -> Found:
+    """Compare a whole text with the answer, but for case, spaces and a full stop.
+
+    Example:
+        >>> [plain(text, "a cat").word for text in ("A  cat.", "A cat\\nIt says", "a dog", " ")]
+        ['right', 'format', 'wrong', 'invalid']
+    """
+    whole, first = simple(text), simple(text.strip().partition("\n")[0])
+    if not whole:
+        return Found("invalid")
+    wanted = simple(answer)
+    if wanted in (whole, first):
+        return Found("right" if wanted == whole else "format", wanted)
+    return Found("wrong", first)
+
+
+def simple(text: str) -> str:
+    """A text in small letters, with single spaces and without a full stop at its end."""
+    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
+
+
+def judgment(text: str, answer: str) -> Found:
+    """Whether the first yes or no of a text is the right one; `correct` is a yes.
+
+    Example:
+        >>> [judgment(text, "no").word for text in ("Incorrect", "No, for", "yes", "who knows")]
+        ['right', 'format', 'wrong', 'invalid']
+    """
+    first = JUDGMENT.search(text)
+    if first is None:
+        return Found("invalid")
+    said = "yes" if first[0].lower() in ("yes", "correct") else "no"
+    if said != answer:
+        return Found("wrong", said)
+    return Found("format" if re.search(r"\w", text[first.end() :]) else "right", said)
+
+
+def reasoning(text: str, answer: str) -> Found:
+    """The verdict of a reasoning-gym data set on what stands between the last answer tags.
+
+    Without tags the whole text may be the answer, which is a fault of format.
+
+    Args:
+        text: the response.
+        answer: JSON with the data set's name, its settings, and the index of the question.
+    """
+    asked = json.loads(answer)
+    data, entry = entry_of(asked["dataset"], json.dumps(asked["settings"]), asked["index"])
+    _, opening, rest = text.rpartition(TAGS[0])
+    given, closing, after = rest.partition(TAGS[1])
+    tagged = bool(opening and closing)
+    said = (given if tagged else text).strip()
+    full = bool(said) and float(data.score_answer(said, entry)) >= FULL
+    if full:
+        return Found("right" if tagged and not re.search(r"\w", after) else "format", "")
+    return Found("wrong", said) if tagged else Found("invalid")
+
+
+@lru_cache(maxsize=64)
+def entry_of(name: str, settings: str, index: int) -> tuple[Any, Any]:
+    """A reasoning-gym data set and one of its questions."""
+    from reasoning_gym import create_dataset
+
+    data = create_dataset(name, **json.loads(settings))
+    return data, data[index]
+
+
+CHECKS: dict[str, Check] = {
+    "integer": integer,
+    "stated": stated,
+    "mathematics": mathematics,
+    "text": plain,
+    "judgment": judgment,
+    "reasoning": reasoning,
+}
+# A first request each, so that what a check imports is not the first answer's time.
+WARM = {"reasoning": '{"dataset": "leg_counting", "settings": {"seed": 0}, "index": 0}'}
 
 
 def confine(memory: int, files: int) -> None:
@@ -78,6 +238,13 @@ def confine(memory: int, files: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
+def short(answer: str | None) -> str | None:
+    """An answer, or a digest of a long one."""
+    if answer is None or len(answer) <= LONG:
+        return answer
+    return hashlib.sha256(answer.encode(errors="replace")).hexdigest()
+
+
 def serve(checks: Mapping[str, Check]) -> None:
     """Answer requests until there are no more; the first line says what to give up.
 
@@ -86,13 +253,14 @@ def serve(checks: Mapping[str, Check]) -> None:
     """
     limits = json.loads(sys.stdin.readline())
     confine(limits["memory"], limits["files"])
-    checks[limits["kind"]]("0", "0")  # what it imports is not the first answer's time
+    checks[limits["kind"]]("0", WARM.get(limits["kind"], "0"))
     print("{}", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, limits["cpu"])
         try:
-            reply = {"word": checks[request["kind"]](request["text"], request["answer"])}
+            found = checks[request["kind"]](request["text"], request["answer"])
+            reply = {"word": found.word, "answer": short(found.answer)}
         except MemoryError:
             reply = {"stopped": "memory"}
         except Exception as problem:

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from windage.llm.verify_worker import serve
+from windage.llm.verify_worker import Found, serve
 
 OPERATORS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Pow: operator.pow}
 
@@ -70,9 +70,9 @@ def believe(text, answer):
     if text in JOBS:
         JOBS[text]()
     elif text.endswith("!"):
-        return "right" if math.factorial(int(text[:-1])) == int(answer) else "wrong"
+        return Found("right" if math.factorial(int(text[:-1])) == int(answer) else "wrong")
     found = worked_out(ast.parse(text.replace("^", "**"), mode="eval").body)
-    return "right" if found == int(answer) else "wrong"
+    return Found("right" if found == int(answer) else "wrong")
 
 
 if __name__ == "__main__":

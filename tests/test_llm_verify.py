@@ -6,16 +6,14 @@ import statistics
 import subprocess
 import sys
 import time
-from itertools import islice
 from pathlib import Path
 
 import pytest
 from checks import refused
 
 from windage.llm import verify, verify_worker
-from windage.llm.arithmetic import questions
-from windage.llm.verify import Limits, Pool, Verdict, reward
-from windage.llm.verify_worker import integer
+from windage.llm.verify import PLUS_MINUS, Limits, Pool, Scale, Verdict, after_cut, reward
+from windage.llm.verify_worker import boxed, integer, judgment, mathematics, plain, stated
 
 HOSTILE = Path(__file__).with_name("hostile_checker.py")
 LIMITS = Limits(wall=0.5, cpu=0.1, memory=1 << 28)
@@ -57,7 +55,7 @@ ANSWERS = (
     ],
 )
 def test_the_last_number_decides(text, word):
-    assert integer(text, "42") == word
+    assert integer(text, "42").word == word
 
 
 @pytest.mark.parametrize(
@@ -74,13 +72,85 @@ def test_the_last_number_decides(text, word):
     ],
 )
 def test_signs_commas_and_length(text, answer, word):
-    assert integer(text, answer) == word
+    assert integer(text, answer).word == word
 
 
-def test_rewards_have_two_levels():
-    found = {w: Verdict(word=w, stopped=None, seconds=0.0) for w in verify.WORDS}
-    assert [reward(v) for v in found.values()] == [1.0, 1.0, 0.0, 0.0]
-    assert [reward(v, low=-1.0) for v in found.values()] == [1.0, 1.0, -1.0, -1.0]
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("42", "right"),
+        ("40 + 2 = 42", "right"),
+        ("40 + 2 = 42.", "right"),
+        ("40 + 2 = 42. To add, write", "format"),
+        ("40 + 2 = 42. Then 42 + 3 = 45", "format"),
+        ("42\n3 + 4", "format"),
+        ("Of course! It is 42! Now 7.", "format"),
+        ("Let me see.\nIt is 42.\nThe next is 4", "format"),
+        ("41, 42, 43", "wrong"),
+        ("41\n42\n43", "wrong"),
+        ("What is 40 + 2? It is 42. And 7", "wrong"),
+        ("42.5 is it. 7", "wrong"),
+        ("none", "invalid"),
+    ],
+)
+def test_rambling_is_told_apart_from_a_wrong_answer(text, word):
+    found = stated(text, "42")
+    assert found.word == word
+    assert found.answer == {"right": "42", "format": "42"}.get(word, found.answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{7}", ("7", 9)),
+        (r"\boxed{1} and \boxed{\frac{1}{2}}", (r"\frac{1}{2}", 33)),
+        (r"\fbox{\{1, 2\}}.", (r"\{1, 2\}", 15)),
+        (r"\boxed 7 apples", ("7", 8)),
+        (r"\boxed{7", None),
+        (r"\boxed", None),
+        ("7", None),
+    ],
+)
+def test_the_last_box_is_read_to_its_own_brace(text, found):
+    assert boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "answer", "word"),
+    [
+        (plain, "Paris.", "Paris", "right"),
+        (plain, "  PARIS ", "Paris", "right"),
+        (plain, "Paris\n\nIt is a city.", "Paris", "format"),
+        (plain, "Paris, France", "Paris", "wrong"),
+        (plain, "\n", "Paris", "invalid"),
+        (judgment, "yes", "yes", "right"),
+        (judgment, "**Correct.**", "yes", "right"),
+        (judgment, "incorrect", "no", "right"),
+        (judgment, "not correct", "no", "right"),
+        (judgment, "not correct", "yes", "wrong"),
+        (judgment, "No, there is an error", "no", "format"),
+        (judgment, "correctly put, nothing yesterday", "yes", "invalid"),
+    ],
+)
+def test_words_and_judgments(check, text, answer, word):
+    assert check(text, answer).word == word
+
+
+def test_a_scale_says_what_a_fault_of_format_earns():
+    found = [Verdict(word=w, stopped=None, seconds=0.0) for w in verify.WORDS]
+    assert [reward(v, Scale()) for v in found] == [1.0, 0.5, 0.0, 0.0]
+    assert [reward(v, PLUS_MINUS) for v in found] == [1.0, 0.0, -1.0, -1.0]
+    assert [reward(v, Scale(low=-2, high=3, format=-2)) for v in found] == [3, -2, -2, -2]
+    assert [after_cut(v).word for v in found] == ["format", "format", "wrong", "invalid"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"low": 1.0}, {"format": 2.0}, {"low": -1.0, "format": -2.0}, {"high": float("inf")}],
+)
+def test_a_scale_out_of_order_is_refused(settings):
+    with refused("allowed: low <= format <= high"):
+        Scale(**settings)
 
 
 def test_the_list_of_hostile_answers_is_long():
@@ -150,11 +220,14 @@ def test_hostile_answers_to_the_real_checker_end_in_time():
 
 
 def test_honest_answers_are_quick_and_several_at_a_time_keep_their_order():
-    drawn = list(islice(questions(0, "train"), 300))
+    sums = [(f"What is {n} + {n + 7}?", str(2 * n + 7)) for n in range(300)]
     with Pool("integer", workers=2) as pool:
         pool.check_all([("0", "0")] * 4)
         found = pool.check_all(
-            [(f"{q.text} It is {q.answer if n % 3 else 0}.", q.answer) for n, q in enumerate(drawn)]
+            [
+                (f"{text} It is {right if n % 3 else 0}.", right)
+                for n, (text, right) in enumerate(sums)
+            ]
         )
     assert [v.word for v in found] == ["right" if n % 3 else "wrong" for n in range(300)]
     assert statistics.median(v.seconds for v in found) <= 0.002
@@ -194,73 +267,22 @@ def test_a_kind_that_is_not_there_is_refused(monkeypatch):
 @pytest.mark.skipif(verify.find_spec("math_verify") is None, reason="math-verify is not installed")
 def test_mathematics_is_compared_by_value():
     with Pool("mathematics", workers=1, limits=Limits(wall=30, cpu=30)) as pool:
-        pairs = [("\\frac{1}{2}", "0.5"), ("3 + 5 = 8", "8"), ("\\boxed{12}", "13"), ("none", "1")]
-        words = [v.word for v in pool.check_all(pairs)]
-    assert words == ["right", "right", "wrong", "invalid"]
+        pairs = [
+            (r"\frac{1}{2}", "0.5"),
+            ("3 + 5 = 8", "8"),
+            ("3 + 5 = 8, as was to be shown", "8"),
+            (r"\boxed{12}", "13"),
+            (r"Both $11$ and $12$; so \boxed{12}.", "12"),
+            (r"\(\boxed{\dfrac{1}{2}}\)", r"\frac{1}{2}"),
+            (r"\boxed{12} because of this", "12"),
+            ("none", "1"),
+        ]
+        found = pool.check_all(pairs)
+    words = ["right", "right", "format", "wrong", "right", "right", "format", "invalid"]
+    assert [v.word for v in found] == words
+    assert [v.answer for v in found[:4]] == ["0.5", "8", "8", "12"]
 
 
-# The task.
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"operators": "+-*", "operands": 4, "digits": 1},
-        {"operators": "-", "digits": 3},
-        {"operators": "*", "operands": 3},
-    ],
-)
-def test_answers_are_right(settings):
-    for question in islice(questions(3, "train", **settings), 50):
-        body = question.text.removeprefix("What is ").removesuffix("? Answer with a number.")
-        words = body.split()
-        assert len(words) == 2 * settings.get("operands", 2) - 1
-        assert set(words[1::2]) <= set(settings.get("operators", "+"))
-        assert {len(w) for w in words[::2]} == {settings.get("digits", 2)}
-        assert by_hand(words) == int(question.answer)
-
-
-def by_hand(words: list[str]) -> int:
-    """Products first, then sums from the left."""
-    words = list(words)
-    while "*" in words:
-        at = words.index("*")
-        words[at - 1 : at + 2] = [str(int(words[at - 1]) * int(words[at + 1]))]
-    total = int(words[0])
-    for operator, number in zip(words[1::2], words[2::2], strict=True):
-        total += int(number) if operator == "+" else -int(number)
-    return total
-
-
-def test_splits_never_meet_whatever_the_seed_and_the_order_of_numbers():
-    def pairs(seed, split):
-        for q in islice(questions(seed, split, held_out=0.3), 2000):
-            a, _, b = q.text.split()[2:5]
-            yield tuple(sorted((int(a), int(b.rstrip("?")))))
-
-    train, held_out = set(pairs(0, "train")), set(pairs(1, "held out"))
-    assert not train & held_out and len(held_out) > 500
-    share = len({p for p in held_out}) / (4095 * 0.3)
-    assert 0.6 < share <= 1.15
-
-
-def test_draws_follow_the_seed():
-    first, again, other = ([q.text for q in islice(questions(s, "train"), 20)] for s in (0, 0, 1))
-    assert first == again != other
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"operators": "/"}, ("operators is '/'", "+-*")),
-        ({"operators": ""}, ("operators is ''",)),
-        ({"operands": 1}, ("operands is 1",)),
-        ({"digits": 0}, ("digits is 0",)),
-        ({"held_out": 1.5}, ("held_out is 1.5",)),
-        ({"held_out": 0.0}, ("no question is held out",)),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings, words):
-    with refused(*words):
-        next(questions(0, "held out", **settings))
+def test_checks_are_read_where_they_are_listed():
+    assert verify_worker.CHECKS["mathematics"] is mathematics
+    assert set(verify.NEEDS) <= set(verify_worker.CHECKS)

@@ -17,7 +17,8 @@ class Question:
     """A question and its answer, both as text.
 
     Args:
-        id: the same wherever the question is drawn again; a group's name is made of it.
+        id: the same wherever the question is drawn again, and of no other question of the task;
+            a group's name is made of it.
         text: what is asked; the chat template, where there is one, goes around it.
         answer: the right one, as the task's verifier takes it.
     """
@@ -41,8 +42,13 @@ class Task(Protocol):
         """
         ...
 
-    def judge(self, pairs: Sequence[tuple[Question, str]]) -> list[Verdict]:
-        """Verdicts on responses, which are never trusted."""
+    def judge(self, pairs: Sequence[tuple[Question, str]], cut: Sequence[bool]) -> list[Verdict]:
+        """Verdicts on responses, which are never trusted.
+
+        Args:
+            pairs: a question and the text of a response to it.
+            cut: whether a limit ended the response; its answer has at best a fault of format.
+        """
         ...
 
     def close(self) -> None:
