@@ -76,12 +76,12 @@ class Update:
     Args:
         own: coefficients of the sampled tokens.
         logp: their log-probabilities before the update.
-        counts: responses turned away, by reason.
+        terms: what coupled the responses.
     """
 
     own: Float[Tensor, "P G T"]
     logp: Float[Tensor, "P G T"]
-    counts: dict[str, Int[Tensor, ""]]
+    terms: Terms
 
 
 Pass = Callable[[Int[Tensor, " _"]], Forward]
@@ -171,7 +171,7 @@ def accumulate(
             own[rows], logp[rows] = c.to(own.dtype), found.logp.detach().to(logp)
     shape = batch.mask.shape
     own, logp = ranks.sum(own).view(shape), ranks.sum(logp).view(shape)
-    return Update(own=own, logp=logp, counts=terms.counts)
+    return Update(own=own, logp=logp, terms=terms)
 
 
 def _checked(estimator: Estimator, batch: Batch) -> Batch:

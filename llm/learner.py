@@ -1,0 +1,278 @@
+"""The policy in training: one optimizer update of recorded responses, and what it told.
+
+rows -> record -> coefficients and gradient (`update.accumulate`) -> clip -> optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from windage.estimators.batch import Batch
+from windage.estimators.errors import BadInput
+from windage.estimators.estimator import Estimator
+from windage.llm import guard as guards
+from windage.llm.guard import Count, Fault, Guard
+from windage.llm.models import Loaded, Policy, reference_pass
+from windage.llm.passes import Responses
+from windage.llm.ranks import Ranks
+from windage.llm.rollouts import to_batch
+from windage.llm.update import Forward, Pass, Update, accumulate, ahead
+
+Row = dict[str, Any]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How updates are made; the names are those of the configuration."""
+
+    group_size: int
+    micro_batch: int
+    temperature: float
+    max_grad_norm: float
+    guard: Guard
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Outcome:
+    """What an update told.
+
+    Args:
+        made: whether the weights moved.
+        batch: the record, with log-probabilities from before the update.
+        update: coefficients and what was turned away; None where nothing could be accumulated.
+        entropy: of the policy before each token, in nats.
+        gradient_norm: before clipping.
+        faults: numbers that were not finite.
+        rejected: why admission turned a row away, by the row's place; None: it did not.
+    """
+
+    made: bool
+    batch: Batch
+    update: Update | None
+    entropy: Tensor
+    gradient_norm: float
+    faults: list[Fault]
+    rejected: list[str | None]
+
+
+@final
+class Learner:
+    """Model, optimizer, schedule and reference.
+
+    Args:
+        loaded: the model; its weights are trained in place.
+        policy: what is called, such as a sharded form of `loaded.policy`.
+        estimator: the recipe.
+        optimizer: of torch, over the parameters that train.
+        schedule: of the learning rate, stepped after each update.
+        reference: a frozen copy for penalties, or None: none is needed, or adapters are off for it.
+        ranks: processes that train together.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        estimator: Estimator,
+        *,
+        policy: Any,
+        optimizer: Any,
+        schedule: Any,
+        reference: Policy | None,
+        settings: Settings,
+        ranks: Ranks,
+    ) -> None:
+        self.loaded, self.policy, self.estimator = loaded, policy, estimator
+        self.optimizer, self.schedule, self.reference = optimizer, schedule, reference
+        self.settings, self.ranks = settings, ranks
+        self.updates, self.count = 0, Count()
+
+    @property
+    def trained(self) -> list[Any]:
+        """Parameters that an update moves."""
+        return [p for p in self.policy.parameters() if p.requires_grad]
+
+    def _responses(self, rows: Sequence[Row]) -> tuple[Batch, Responses]:
+        batch = to_batch(rows, group_size=self.settings.group_size, current_version=self.updates)
+        device = self.loaded.device
+        return batch, Responses(rows, batch, temperature=self.settings.temperature, device=device)
+
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Write into the rows what the recipe needs of other policies: proximal and reference.
+
+        The proximal policy is the one that the rollout batch finds; both are computed once, before
+        the first of its updates.
+        """
+        needs = self.estimator.needs
+        wanted = [n for n in ("proximal_logp", "reference_logp") if n in needs]
+        wanted = [n for n in wanted if any(n not in row for row in rows)]
+        if not wanted:
+            return
+        batch, responses = self._responses([{**row, "rejected": None} for row in rows])
+        parts = responses.parts(self.settings.micro_batch)
+        for name in wanted:
+            with self._seen_as(name) as policy:
+                told = ahead(batch, responses.through(policy), parts, self.ranks)["logp"]
+            assert batch.row_index is not None
+            for place, number in enumerate(batch.row_index.flatten().tolist()):
+                if number >= 0:
+                    size = len(rows[number]["response_ids"])
+                    rows[number][name] = told.flatten(0, 1)[place, :size].double().numpy()
+        for row in rows:
+            for name in wanted:
+                row.setdefault(name, [0.0] * len(row["response_ids"]))
+
+    @contextmanager
+    def _seen_as(self, name: str) -> Iterator[Any]:
+        """The policy that a column is of."""
+        if name == "proximal_logp":
+            yield self.policy
+        elif self.reference is not None:
+            yield self.reference
+        else:
+            with reference_pass(self.loaded.policy):
+                yield self.policy
+
+    def update(self, rows: Sequence[Row]) -> Outcome:
+        """Make one optimizer update of some rows, or leave everything as it was.
+
+        Args:
+            rows: whole groups.
+
+        Raises:
+            BadInput: the guard ends the run.
+            ValueError: the rows lack what the recipe needs.
+        """
+        faults: list[Fault] = []
+        rows = list(rows)
+        while True:
+            batch, responses = self._responses(rows)
+            found = self._gradient(batch, responses)
+            faults += found.faults
+            decision = guards.judge(self.settings.guard, found.faults)
+            if decision != "set aside":
+                break
+            for number in guards.aside(found.faults):
+                rows[number] = rows[number] | {"reward": None, "rejected": "not finite"}
+        made = decision == "go on"
+        if made:
+            self.optimizer.step()
+            self.schedule.step()
+            self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.count = guards.after(self.settings.guard, self.count, faults, made=made)
+        return replace(found, made=made, faults=faults, rejected=_rejected(rows, found, batch))
+
+    def _gradient(self, batch: Batch, responses: Responses) -> Outcome:
+        """Accumulate and clip; what is not finite is told."""
+        self.optimizer.zero_grad(set_to_none=True)
+        passed = _guarded(responses.through(self.policy), batch)
+        parts = responses.parts(self.settings.micro_batch)
+        norm, faults, update = 0.0, list[Fault](), None
+        try:
+            update = accumulate(self.estimator, batch, passed, parts, self.ranks)
+        except _NotFinite as problem:
+            faults = problem.faults
+        except ValueError as problem:
+            raise BadInput(str(problem)) from problem
+        if update is not None:
+            self.ranks.reduce(self.trained)
+            found = torch.nn.utils.clip_grad_norm_(
+                self.trained, self.settings.max_grad_norm or float("inf")
+            )
+            found = found.full_tensor() if hasattr(found, "full_tensor") else found
+            norm = float(found)
+            faults = guards.in_update("gradient_norm", norm)
+            batch = replace(
+                batch,
+                logp=update.logp.to(batch.rewards.dtype),
+                probability_square=self._whole(responses.seen.probability_square, batch),
+            )
+        return Outcome(
+            made=False,
+            batch=batch,
+            update=update,
+            entropy=self._whole(responses.seen.entropy, batch),
+            gradient_norm=norm,
+            faults=faults,
+            rejected=[],
+        )
+
+    def _whole(self, values: Tensor, batch: Batch) -> Tensor:
+        """What all processes saw of the batch's tokens."""
+        return self.ranks.sum(values).view(batch.mask.shape).to(batch.rewards.dtype)
+
+
+def _rejected(rows: Sequence[Row], found: Outcome, batch: Batch) -> list[str | None]:
+    """Why each row was turned away, what was said before first."""
+    reasons: list[str | None] = [row["rejected"] for row in rows]
+    if found.update is None or batch.row_index is None:
+        return reasons
+    terms = found.update.terms
+    for number, reason in zip(
+        batch.row_index.flatten().tolist(), terms.reason.flatten().tolist(), strict=True
+    ):
+        if number >= 0 and reason and reasons[number] is None:
+            reasons[number] = terms.reasons[reason - 1]
+    return reasons
+
+
+class _NotFinite(ValueError):
+    """Log-probabilities of the policy that are not finite, by row."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("not finite")
+        self.faults = faults
+
+
+def _guarded(forward: Pass, batch: Batch) -> Pass:
+    """The same pass, refused where it gives what is not finite."""
+    assert batch.row_index is not None
+    rows, mask = batch.row_index.flatten(), batch.mask.flatten(0, 1)
+
+    def checked(numbers: Tensor) -> Forward:
+        found = forward(numbers)
+        values = found.logp.detach().cpu()
+        if faults := guards.in_responses("logp", values, mask[numbers]):
+            own = rows[numbers].tolist()
+            raise _NotFinite([replace(f, response=own[f.response or 0]) for f in faults])
+        return found
+
+    return checked
+
+
+def optimizer_of(name: str, parameters: list[Any], settings: Mapping[str, float]) -> Any:
+    """An optimizer by its name.
+
+    Args:
+        name: adamw, adafactor or sgd.
+        parameters: to train.
+        settings: learning_rate, weight_decay, beta1, beta2.
+
+    Raises:
+        BadInput: nothing trains.
+    """
+    if not parameters:
+        raise BadInput("no parameter of the model trains; allowed: a model with some")
+    rate, decay = settings["learning_rate"], settings["weight_decay"]
+    if name == "adafactor":
+        return torch.optim.Adafactor(parameters, lr=rate, weight_decay=decay)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=rate, weight_decay=decay)
+    betas = (settings["beta1"], settings["beta2"])
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=decay, betas=betas)
+
+
+def schedule_of(name: str, optimizer: Any, *, warmup: int, total: int) -> Any:
+    """A learning-rate schedule by its name, over `total` updates, rising over `warmup`."""
+    from transformers import get_scheduler
+
+    full = {"constant": "constant_with_warmup"}.get(name, name)
+    return get_scheduler(full, optimizer, num_warmup_steps=warmup, num_training_steps=total)
