@@ -182,6 +182,14 @@ def groups(batch: Batch) -> dict[str, float]:
     return out
 
 
+def same(name: str, found: float, wanted: float, relative: float = 1e-11) -> None:
+    """Equal; spreads and correlations, differences of sums of squares, to 1e-6 of their scale."""
+    if name.endswith(("std", "std_response", "correlation")):
+        assert abs(found - wanted) <= 1e-6 * (1 + abs(wanted)), (name, found, wanted)
+    else:
+        assert_close(found, wanted, relative=relative)
+
+
 @settings(max_examples=25, deadline=None)
 @given(batches(), st.sampled_from(ENTRIES))
 def test_plain_numpy_gives_the_same_figures(batch, entry):
@@ -191,9 +199,7 @@ def test_plain_numpy_gives_the_same_figures(batch, entry):
     extra = {n for n in found if n.startswith("admission/rejected/")}
     assert set(found) - extra == set(wanted)
     for name, value in wanted.items():
-        # Spreads and correlations are differences of sums of squares.
-        rough = name.endswith(("std", "std_response", "correlation"))
-        assert_close(found[name], value, relative=1e-5 if rough else 1e-9)
+        same(name, found[name], value, 1e-9)
     assert (
         sum(found[n] for n in extra) == pytest.approx(1 - found["admission/admitted"])
         if ("admission/admitted" in found)
@@ -246,8 +252,7 @@ def test_parts_add_up_to_the_whole(batch, entry, cut):
     for found in (finish(*parts), finish(*parts[::-1]), finish(sums.merge(*parts))):
         assert set(found) == set(whole)
         for name, value in whole.items():
-            rough = name.endswith(("std", "std_response", "correlation"))
-            assert_close(found[name], value, relative=1e-6 if rough else 1e-11)
+            same(name, found[name], value)
 
 
 @settings(max_examples=10, deadline=None)
@@ -259,8 +264,7 @@ def test_tokens_and_responses_add_up_over_single_responses(batch):
     whole = finish(sums.of_ratios(batch))
     assert found.keys() == whole.keys()
     for name, value in whole.items():
-        rough = name.endswith(("std", "std_response", "correlation"))
-        assert_close(found[name], value, relative=1e-6 if rough else 1e-11)
+        same(name, found[name], value)
 
 
 def test_a_merge_that_adds_logs_is_found(monkeypatch):
