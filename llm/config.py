@@ -75,7 +75,7 @@ class TaskSection:
     settings: dict[str, Any] = field(default_factory=dict)
     low: float = 0.0
     high: float = 1.0
-    format: float = 1.0
+    format: float = 0.5
 
 
 @final

@@ -70,6 +70,7 @@ def draw(
     seed: int,
     start: int,
     between: Between | None = None,
+    label: str = "",
 ) -> list[Drawn]:
     """Responses to questions, judged, group by group.
 
@@ -80,6 +81,7 @@ def draw(
         start: place of the first question among all that the run asks; names and seeds are made
             of it, so that what is drawn depends on the place and the weights alone.
         between: called between tokens.
+        label: put before the names.
 
     Raises:
         BadInput: the sampler gave a log-probability that is not finite; names the response.
@@ -101,7 +103,10 @@ def draw(
     verdicts = desk.task.judge(pairs, cut)
     drawn = []
     for (place, g, question, request, response, text), verdict in zip(found, verdicts, strict=True):
-        names = {"group_id": f"{place}:{question.id}", "sample_id": f"{place}:{g}"}
+        names = {
+            "group_id": f"{label}{place}:{question.id}",
+            "sample_id": f"{label}{place}:{g}",
+        }
         row = (
             names | _told(request, response, desk.sampling) | _judged(verdict, response, desk.scale)
         )

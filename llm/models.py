@@ -228,7 +228,7 @@ def _adapted(model: Any, lora: Lora) -> Any:
     positive(rank=lora.rank, alpha=lora.alpha)
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
         target_modules=list(lora.targets) or "all-linear",
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
@@ -320,8 +320,9 @@ def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             continue
         value = parameter.detach()
         if rest == "weight":
-            (adapter,) = adapted[layer].active_adapters
-            value = value + adapted[layer].get_delta_weight(adapter).detach().to(value.dtype)
+            tuner: Any = adapted[layer]
+            (adapter,) = tuner.active_adapters
+            value = value + tuner.get_delta_weight(adapter).detach().to(value.dtype)
         yield f"{layer}.{rest}", value
 
 

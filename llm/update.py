@@ -199,7 +199,7 @@ def _ahead(
     estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor], ranks: Ranks
 ) -> Coefficients:
     """Coefficients of the whole batch from a pass of its own."""
-    found = ahead(batch, forward, parts, ranks)
+    found: dict[str, Any] = dict(ahead(batch, forward, parts, ranks))
     filled = replace(batch, **found).validate()
     return coefficients(estimator, filled).validate(filled)
 

@@ -287,8 +287,8 @@ def test_coefficients_are_those_of_the_whole_batch_and_rejections_are_counted(lo
     )
     expected = coefficients(estimator, filled)
     assert_close(update.own, expected.own)
-    assert update.counts["staleness_cap"] == 8
-    assert {k: int(v) for k, v in update.counts.items()} == {
+    assert update.terms.counts["staleness_cap"] == 8
+    assert {k: int(v) for k, v in update.terms.counts.items()} == {
         k: int(v) for k, v in expected.terms.counts.items()
     }
 
