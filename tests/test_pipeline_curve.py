@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,30 +13,10 @@ from checks import refused
 from scipy.optimize import curve_fit
 
 from windage.analysis.pipeline import curve_document
+from windage.analysis.pipeline.coverage import BASE, COMPUTE, TRUTH, covered, noisy
 from windage.analysis.pipeline.curve import Data, Fit, fit, interval, profile, sigmoid
 from windage.cli import main as frame
 from windage.estimators.errors import BadInput
-
-TRUTH = {"A": 0.7, "B": 1.1, "C_mid": 4.0}
-BASE, NOISE = 0.1, 0.015
-COMPUTE = np.geomspace(0.05, 200, 24)
-
-
-def noisy(seed: int, compute: Any = COMPUTE, *, base: float | None = None) -> Data:
-    clean = sigmoid(compute, TRUTH["A"], TRUTH["B"], TRUTH["C_mid"], BASE)
-    noise = NOISE * np.random.default_rng(seed).normal(size=len(compute))
-    return Data(compute=compute, score=clean + noise, base=base)
-
-
-def covered(count: int, base: float | None) -> dict[str, int]:
-    """In how many of so many curves each interval holds the truth."""
-    hits = dict.fromkeys(TRUTH, 0)
-    for seed in range(count):
-        found = fit(noisy(seed, base=base))
-        for name, truth in TRUTH.items():
-            low, high = interval(found, name)
-            hits[name] += low <= truth <= high
-    return hits
 
 
 @pytest.mark.parametrize("base", [None, BASE])
@@ -69,18 +48,18 @@ def test_the_ends_of_an_interval_lie_at_the_limit() -> None:
 
 def test_intervals_cover_in_a_few_curves() -> None:
     # 24 curves: 95 % gives fewer than 19 once in 2,000; 68 % gives 19 or more once in 8.
-    assert all(hits >= 19 for hits in covered(24, None).values())
+    assert all(hits >= 19 for hits in covered(range(24), None).values())
 
 
 def test_intervals_that_are_too_short_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fit, "quantile", property(lambda self: 0.7))
-    assert min(covered(24, None).values()) < 19
+    assert min(covered(range(24), None).values()) < 19
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("base", [None, BASE])
 def test_intervals_cover_95_percent_of_a_thousand_curves(base: float | None) -> None:
-    hits = covered(1000, base)
+    hits = covered(range(1000), base)
     assert all(930 <= count <= 970 for count in hits.values()), hits
 
 
