@@ -1,8 +1,9 @@
-"""Files that appear whole or not at all, whatever interrupts their writing.
+"""Files and folders that appear whole or not at all, whatever interrupts their writing.
 
-A file is written beside its name, synced, renamed, and its folder synced.  Whoever writes holds a
-lock on the unfinished file; a file without a lock belongs to a process that died, and is taken away
-when its folder is next opened.
+A file or a folder is written beside its name, synced, renamed, and the folder around it synced.
+Whoever writes holds a lock on what is unfinished; what has no lock belongs to a process that died,
+and is taken away when the folder around it is next opened.  What is removed is renamed first, so
+that no half of a folder ever has its name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -88,7 +90,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 
 def tidy(folder: Path) -> None:
-    """Remove unfinished files whose writers died; a folder that is read-only stays as it is."""
+    """Remove what writers that died left unfinished; a read-only folder stays as it is."""
     with suppress(OSError), locked(folder):
         _tidy(folder)
 
@@ -96,12 +98,38 @@ def tidy(folder: Path) -> None:
 def _tidy(folder: Path) -> None:
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR)
+            whole = path.is_dir() and not path.is_symlink()
+            flags = os.O_RDONLY | os.O_DIRECTORY if whole else os.O_RDWR
+            descriptor = os.open(path, flags | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if whole:
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
             finally:
                 os.close(descriptor)
+
+
+def _beside(path: Path) -> Path:
+    """The name of what is unfinished."""
+    return path.with_name(f"{path.name}.{os.getpid()}{SUFFIX}")
+
+
+def _name(beside: Path, path: Path) -> None:
+    """Give what was unfinished its name, which must be free, and wait until the disk knows."""
+    with locked(path.parent) as at:
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        os.rename(beside, path)
+        os.fsync(at)
+
+
+def _not_written(path: Path, problem: OSError) -> BadInput:
+    return BadInput(
+        f"{str(path)!r} is not written: {problem.strerror or problem}; allowed: a new name in "
+        "a folder with room that can be written to"
+    )
 
 
 @contextmanager
@@ -114,7 +142,7 @@ def new_file(path: Path) -> Iterator[Sink]:
     Raises:
         BadInput: names the path and why it was not written; nothing of it is left behind.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}{SUFFIX}")
+    beside = _beside(path)
     sink = Sink(-1)
     try:
         with locked(path.parent):
@@ -124,18 +152,88 @@ def new_file(path: Path) -> Iterator[Sink]:
             sink.lock()
         yield sink
         sink.sync()
-        with locked(path.parent) as at:
-            if path.exists():
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            os.rename(beside, path)
-            os.fsync(at)
+        _name(beside, path)
     except OSError as problem:
-        raise BadInput(
-            f"{str(path)!r} is not written: {problem.strerror or problem}; allowed: a new name in "
-            "a folder with room that can be written to"
-        ) from None
+        raise _not_written(path, problem) from None
     finally:
         if sink.open:
             sink.abandon()
             with suppress(OSError):
                 beside.unlink()
+
+
+@contextmanager
+def part(path: Path) -> Iterator[Sink]:
+    """Write a file inside a new folder, which does not have its own name yet."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+    sink = Sink(os.open(path, flags, 0o666))
+    try:
+        yield sink
+        sink.sync()
+    finally:
+        sink.abandon()
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Fill a folder that must not exist yet; it has its name once the block ended and all is there.
+
+    Gives the unfinished folder, in which files may be written by any means.
+
+    Args:
+        path: in a folder that exists.
+
+    Raises:
+        BadInput: names the path and why it was not written; nothing of it is left behind.
+    """
+    beside = _beside(path)
+    made, lock = False, -1
+    try:
+        with locked(path.parent):
+            _tidy(path.parent)
+            os.mkdir(beside)
+            made = True
+            lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield beside
+        for place, _, names in os.walk(beside, topdown=False):
+            for name in (*names, "."):
+                _sync(os.path.join(place, name))
+        _name(beside, path)
+    except OSError as problem:
+        raise _not_written(path, problem) from None
+    finally:
+        if made:
+            shutil.rmtree(beside, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Take a file or a folder away, as a whole: a crash leaves all of it or nothing.
+
+    Raises:
+        BadInput: names the path and why it is still there.
+    """
+    beside = _beside(path)
+    try:
+        with locked(path.parent) as at:
+            os.rename(path, beside)
+            os.fsync(at)
+            if beside.is_dir() and not beside.is_symlink():
+                shutil.rmtree(beside)
+            else:
+                beside.unlink()
+    except OSError as problem:
+        raise BadInput(
+            f"{str(path)!r} is not removed: {problem.strerror or problem}; allowed: a file or "
+            "folder inside one that can be written to"
+        ) from None
