@@ -37,6 +37,7 @@ class Settings:
     temperature: float
     max_grad_norm: float
     guard: Guard
+    keep_head: bool = False
 
 
 @final
@@ -93,6 +94,8 @@ class Learner:
         self.optimizer, self.schedule, self.reference = optimizer, schedule, reference
         self.settings, self.ranks = settings, ranks
         self.updates, self.count = 0, Count()
+        # The same own coefficients, without what needs the head.
+        self.uncentered = replace(estimator, centering=None)
 
     @property
     def trained(self) -> list[Any]:
@@ -101,8 +104,13 @@ class Learner:
 
     def _responses(self, rows: Sequence[Row]) -> tuple[Batch, Responses]:
         batch = to_batch(rows, group_size=self.settings.group_size, current_version=self.updates)
-        device = self.loaded.device
-        return batch, Responses(rows, batch, temperature=self.settings.temperature, device=device)
+        return batch, Responses(
+            rows,
+            batch,
+            temperature=self.settings.temperature,
+            device=self.loaded.device,
+            keep_head=self.settings.keep_head,
+        )
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Write into the rows what the recipe needs of other policies: proximal and reference.
@@ -190,11 +198,7 @@ class Learner:
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
             norm = float(found)
             faults = guards.in_update("gradient_norm", norm)
-            batch = replace(
-                batch,
-                logp=update.logp.to(batch.rewards.dtype),
-                probability_square=self._whole(responses.seen.probability_square, batch),
-            )
+            batch = self._told(batch, update, responses)
         return Outcome(
             made=False,
             batch=batch,
@@ -203,6 +207,19 @@ class Learner:
             gradient_norm=norm,
             faults=faults,
             rejected=[],
+        )
+
+    def _told(self, batch: Batch, update: Update, responses: Responses) -> Batch:
+        """The record with what the passes told."""
+        head = responses.seen.head_logp
+        if head is not None:
+            whole = head if self.ranks.count == 1 else self.ranks.sum(head.exp()).log()
+            head = whole.view(*batch.mask.shape, -1).to(batch.rewards.dtype)
+        return replace(
+            batch,
+            logp=update.logp.to(batch.rewards.dtype),
+            probability_square=self._whole(responses.seen.probability_square, batch),
+            head_logp=head,
         )
 
     def _whole(self, values: Tensor, batch: Batch) -> Tensor:

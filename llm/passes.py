@@ -78,10 +78,16 @@ def pack(
 @final
 @dataclass(eq=False)
 class Seen:
-    """What passes saw beside the log-probabilities, for reports; 0 where nothing was asked."""
+    """What passes saw beside the log-probabilities, for reports; 0 where nothing was asked.
+
+    Args:
+        entropy, probability_square: `[R T]`.
+        head_logp: `[R T K]`, -inf where nothing was asked; None: not kept.
+    """
 
     entropy: Tensor
     probability_square: Tensor
+    head_logp: Tensor | None = None
 
 
 @final
@@ -93,10 +99,17 @@ class Responses:
         batch: made of them by `rollouts.to_batch`.
         temperature: of the sampler.
         device: of the model.
+        keep_head: whether the passes' log-probabilities of head tokens are kept for reports.
     """
 
     def __init__(
-        self, rows: Sequence[Row], batch: Batch, *, temperature: float, device: torch.device
+        self,
+        rows: Sequence[Row],
+        batch: Batch,
+        *,
+        temperature: float,
+        device: torch.device,
+        keep_head: bool = False,
     ) -> None:
         assert batch.row_index is not None
         self.mask = batch.mask.flatten(0, 1)
@@ -104,6 +117,8 @@ class Responses:
         self._rows, self._index = rows, batch.row_index.flatten().tolist()
         self._heads = None if batch.head_ids is None else batch.head_ids.flatten(0, 1)
         self.seen = Seen(*(torch.zeros(self.mask.shape) for _ in range(2)))
+        if keep_head and self._heads is not None:
+            self.seen.head_logp = torch.full(self._heads.shape, -math.inf)
 
     @property
     def lengths(self) -> Int[Tensor, " R"]:
@@ -161,9 +176,11 @@ class Responses:
         for name in ("entropy", "probability_square"):
             kept = getattr(self.seen, name)
             kept[numbers] = laid(getattr(found, name).detach()).to(kept)
-        head = found.head_logp
+        head = None if found.head_logp is None else laid(found.head_logp, -math.inf)
+        if head is not None and self.seen.head_logp is not None:
+            self.seen.head_logp[numbers] = head.detach().to(self.seen.head_logp)
         return Forward(
             logp=laid(found.logp),
-            head_logp=None if head is None else laid(head, -math.inf),
+            head_logp=head,
             probability_square=laid(found.probability_square.detach()),
         )

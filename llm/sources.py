@@ -110,6 +110,21 @@ class Order:
 
 
 @final
+class Elsewhere:
+    """Another process draws, and tells this one."""
+
+    def rows(self, step: int) -> list[Row]:
+        """None of its own."""
+        return []
+
+    def publish(self, news: News) -> None:
+        """Nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@final
 class Synchronous:
     """Each step is drawn when it is asked for, with the weights that were told of last."""
 

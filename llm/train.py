@@ -1,0 +1,340 @@
+"""The training loop: one, for every mode, readable from top to bottom.
+
+for each step:
+    rollouts    drawn or read, judged; groups that admission drops whole are drawn anew, if asked
+    prepare     what the recipe needs of other policies, once
+    updates     passes x minibatches, each whole groups; the gradient of exactly the estimator
+    publish     the new weights to the sampler, and check that it has them
+    record      store, metrics, samples; evaluate and save where they are due
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from windage.estimators.errors import BadInput
+from windage.estimators.estimator import Coefficients, batch_terms, coefficients
+from windage.estimators.metrics import finish, given, moments
+from windage.llm import checkpoint, guard, journal, reference, rollouts
+from windage.llm.draw import Drawn
+from windage.llm.evaluate import evaluate
+from windage.llm.journal import Journal
+from windage.llm.learner import Outcome, Row
+from windage.llm.run import Run
+from windage.llm.shadow import shadows
+from windage.llm.sources import Synchronous, shuffled
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A rollout batch on its way through a step.
+
+    Args:
+        rows: all of them, those that are not trained on included.
+        texts: of each row, where it was drawn here.
+    """
+
+    rows: list[Row]
+    texts: list[Drawn]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Files:
+    """What a run writes as it goes."""
+
+    metrics: Journal
+    samples: Journal
+    nonfinite: Journal
+    evaluate: Journal
+
+
+def train(run: Run, tell: Tell = lambda record: None) -> None:
+    """Train until the last step.
+
+    Args:
+        run: as `run.start` makes it ready.
+        tell: is given each step's metrics.
+
+    Raises:
+        BadInput: one line; everything up to the last checkpoint stays.
+    """
+    config, learner = run.config, run.learner
+    with ExitStack() as stack:
+        stack.callback(run.source.close)
+        files = _opened(run, stack) if run.ranks.first else None
+        if run.start == 0:
+            _evaluate(run, files, 0)
+        for step in range(run.start, run.steps):
+            done, clock = step + 1, time.perf_counter()
+            drawn = _rollouts(run, step)
+            waited = time.perf_counter() - clock
+            learner.prepare(drawn.rows)
+            outcomes = [
+                _update(run, [drawn.rows[n] for n in numbers], numbers, ends)
+                for numbers, ends in plan(run, drawn.rows, step)
+            ]
+            _mark(drawn.rows, outcomes)
+            trained = time.perf_counter() - clock - waited
+            publish(run)
+            if files is not None:
+                seconds = {"time__sample": waited, "time__train": trained}
+                record = metrics(run, drawn, outcomes, seconds, time.perf_counter() - clock)
+                _record(run, files, done, drawn, outcomes, record)
+                tell({"step": done, **record})
+            for _, outcome in outcomes:
+                guard.stop(learner.settings.guard, learner.count, outcome.faults, done)
+            if config.evaluate.every and (done % config.evaluate.every == 0 or done == run.steps):
+                _evaluate(run, files, done)
+            every = config.run.save_every
+            if done == run.steps or (every and done % every == 0):
+                _save(run, files, done)
+
+
+def _opened(run: Run, stack: ExitStack) -> Files:
+    """The run's files, those of a resumed run cut back to its checkpoint."""
+    names = {name: run.folder / f"{name}.jsonl" for name in Files.__dataclass_fields__}
+    checkpoint.rewind(run.checkpoints, run.start)
+    for path in names.values():
+        journal.rewind(path, run.start or -1)
+    store = run.folder / "rollouts"
+    for step in rollouts.steps(store):
+        if step > run.start:
+            rollouts.path_of(store, step).unlink()
+    found = {name: Journal(path) for name, path in names.items()}
+    for one in found.values():
+        stack.callback(one.close)
+    return Files(**found)
+
+
+def _rollouts(run: Run, step: int) -> Step:
+    """The step's rollout batch, known to every process."""
+    problem, found = None, Step(rows=[], texts=[])
+    try:
+        if run.ranks.first:
+            found = _drawn(run, step)
+    except BadInput as refusal:
+        problem = str(refusal)
+    rows, problem = run.ranks.same((found.rows, problem))
+    if problem is not None:
+        raise BadInput(problem)
+    rows = curated(rows, run.config.train.positive_share, seed=run.config.run.seed, step=step)
+    return Step(rows=rows, texts=found.texts)
+
+
+def _drawn(run: Run, step: int) -> Step:
+    found = run.source.rows(step)
+    texts = [one for one in found if isinstance(one, Drawn)]
+    rows = [dict(one.row) if isinstance(one, Drawn) else dict(one) for one in found]
+    if isinstance(run.source, Synchronous):
+        for again in range(1, run.config.train.refill + 1):
+            dropped = dropped_groups(run, rows)
+            if not dropped:
+                break
+            for row in rows:
+                if row["group_id"] in dropped:
+                    row["rejected"] = "group without signal, another was drawn"
+            more = run.source.further(step, len(dropped), again)
+            texts += more
+            rows += [dict(one.row) for one in more]
+    return Step(rows=rows, texts=texts)
+
+
+def dropped_groups(run: Run, rows: Sequence[Row]) -> set[str]:
+    """Groups of which the recipe's admission leaves nothing."""
+    open_ = [row for row in rows if row["rejected"] is None]
+    batch = rollouts.to_batch(
+        open_, group_size=run.config.train.group_size, current_version=run.learner.updates
+    )
+    kept = (batch_terms(run.learner.estimator, batch).reason == 0).any(-1).tolist()
+    names = batch.group_ids or ()
+    return {str(name) for name, some in zip(names, kept, strict=True) if not some}
+
+
+def curated(rows: list[Row], share: float, *, seed: int, step: int) -> list[Row]:
+    """Rows of which some were left out at random, so that a share of them has positive reward.
+
+    Args:
+        rows: those that are left out stay as rejected.
+        share: wanted; 0: all stay.
+    """
+    if share == 0:
+        return rows
+    open_ = [n for n, row in enumerate(rows) if row["rejected"] is None]
+    good = [n for n in open_ if (rows[n]["reward"] or 0) > 0]
+    bad = [n for n in open_ if n not in set(good)]
+    few, many, ratio = good, bad, (1 - share) / share
+    if len(bad) < len(good) * ratio:
+        few, many, ratio = bad, good, share / (1 - share) if share < 1 else float("inf")
+    limit = len(many) if ratio == float("inf") else min(len(many), round(len(few) * ratio))
+    out = set(random.Random(f"{seed} {step} curated").sample(many, len(many) - limit))
+    return [row | {"rejected": "curated"} if n in out else row for n, row in enumerate(rows)]
+
+
+def plan(run: Run, rows: Sequence[Row], step: int) -> Iterator[tuple[list[int], bool]]:
+    """The rows of each update of a step, as whole groups, and whether a pass ends with it."""
+    train = run.config.train
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(row["group_id"], []).append(number)
+    turns = train.passes * (train.data_epochs if train.mode == "iterated" else 1)
+    parts = min(train.minibatches, len(groups))
+    for turn in range(turns):
+        names = shuffled(list(groups), run.config.run.seed, step, turn)
+        for part in range(parts):
+            chosen = names[part::parts]
+            yield [n for name in chosen for n in groups[name]], part == parts - 1
+
+
+def _update(run: Run, rows: list[Row], numbers: list[int], ends: bool) -> tuple[list[int], Outcome]:
+    """One update, and the reference's after it."""
+    learner = run.learner
+    before = learner.updates
+    outcome = learner.update(rows)
+    kept = learner.reference
+    if kept is not None and learner.updates > before:
+        due = reference.due(run.schedule, step=learner.updates, epoch=int(ends), before=0)
+        if due:
+            reference.refresh(kept.state_dict(), run.loaded.policy.state_dict(), run.schedule.alpha)
+    return numbers, outcome
+
+
+def _mark(rows: list[Row], outcomes: Sequence[tuple[list[int], Outcome]]) -> None:
+    """Write into the rows why admission turned them away, as the first pass said."""
+    seen: set[int] = set()
+    for numbers, outcome in outcomes:
+        for number, why in zip(numbers, outcome.rejected, strict=True):
+            if number not in seen:
+                rows[number]["rejected"] = why
+                seen.add(number)
+
+
+def publish(run: Run) -> None:
+    """Give the sampler the new weights, and see that it took them."""
+    if run.desk is None and run.ranks.count == 1:
+        return
+    news = run.news()
+    run.source.publish(news.kept() if run.ranks.averaged else news)
+
+
+def metrics(
+    run: Run,
+    drawn: Step,
+    outcomes: Sequence[tuple[list[int], Outcome]],
+    seconds: Mapping[str, float],
+    whole: float,
+) -> dict[str, Any]:
+    """What a step's record says."""
+    sums, beside = [], dict[str, float]()
+    norm = max((o.gradient_norm for _, o in outcomes if o.made), default=0.0)
+    for numbers, outcome in outcomes:
+        if outcome.update is None:
+            continue
+        made = _coefficients(run, outcome)
+        words = [drawn.rows[n].get("verdict") for n in numbers]
+        sums.append(
+            moments(
+                outcome.batch,
+                coefficients=made,
+                entropy=outcome.entropy,
+                invalid=_placed(outcome, [w == "invalid" for w in words]),
+                format=_placed(outcome, [w == "format" for w in words]),
+            )
+        )
+        if run.shadows and not beside:
+            beside = shadows(run.shadows, outcome.batch, made, ids=_ids(outcome, drawn, numbers))
+    tokens = sum(len(row["response_ids"]) for row in drawn.rows)
+    told = given(
+        **seconds,
+        time__step=whole,
+        update__gradient_norm=norm,
+        update__learning_rate=run.learner.optimizer.param_groups[0]["lr"],
+        update__skipped=run.learner.count.skipped,
+        time__tokens_per_second=tokens / whole,
+    )
+    rest = {"updates": run.learner.updates, "set_aside": run.learner.count.set_aside}
+    deaths = getattr(run.source, "deaths", 0)
+    return {**finish(*sums, told), **beside, **rest, "deaths": deaths}
+
+
+def _coefficients(run: Run, outcome: Outcome) -> Coefficients:
+    """What the update did, head tokens included where the passes kept them."""
+    estimator, batch = run.learner.estimator, outcome.batch
+    if estimator.centering is not None and batch.head_logp is not None:
+        return coefficients(estimator, batch)
+    assert outcome.update is not None
+    own = outcome.update.own.to(batch.rewards.dtype)
+    weights = coefficients(run.learner.uncentered, batch).weights
+    return Coefficients(own=own, head=None, terms=outcome.update.terms, weights=weights)
+
+
+def _placed(outcome: Outcome, values: Sequence[bool]) -> torch.Tensor:
+    """A value a row, laid out as the record is."""
+    index = outcome.batch.row_index
+    assert index is not None
+    padded = torch.tensor([*values, False])
+    return padded[index]
+
+
+def _ids(outcome: Outcome, drawn: Step, numbers: Sequence[int]) -> torch.Tensor:
+    batch = outcome.batch
+    assert batch.row_index is not None
+    out = torch.zeros(batch.mask.shape, dtype=torch.long).flatten(0, 1)
+    for place, number in enumerate(batch.row_index.flatten().tolist()):
+        if number >= 0:
+            ids = torch.as_tensor(drawn.rows[numbers[number]]["response_ids"])
+            out[place, : len(ids)] = ids
+    return out.view(batch.mask.shape)
+
+
+def _record(
+    run: Run,
+    files: Files,
+    step: int,
+    drawn: Step,
+    outcomes: Sequence[tuple[list[int], Outcome]],
+    record: dict[str, Any],
+) -> None:
+    """Write a step down."""
+    if run.config.train.mode != "offline":
+        rollouts.write(run.folder / "rollouts", step, drawn.rows, tokenizer=run.loaded.fingerprint)
+    for one in drawn.texts[: run.config.run.samples]:
+        files.samples.write(
+            {
+                "step": step,
+                "question": one.question.text,
+                "response": one.text,
+                "answer": one.question.answer,
+                "verdict": one.row["verdict"],
+                "reward": one.row["reward"],
+            }
+        )
+    for numbers, outcome in outcomes:
+        rows = [drawn.rows[n] for n in numbers]
+        for fault in guard.records(step, outcome.faults, rows):
+            files.nonfinite.write(fault)
+    files.metrics.write({"step": step, **record})
+
+
+def _evaluate(run: Run, files: Files | None, step: int) -> None:
+    """Ask held-out questions, where that was asked for."""
+    if not run.config.evaluate.every or run.desk is None or files is None:
+        return
+    files.evaluate.write({"step": step, **evaluate(run.desk, run.config, step)})
+
+
+def _save(run: Run, files: Files | None, step: int) -> None:
+    if files is not None:
+        for name in Files.__dataclass_fields__:
+            getattr(files, name).sync()
+        run.save(step)
