@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, final, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.estimators.errors import BadInput, within
+
+
+class SamplerFault(BadInput):
+    """What a sampler gave cannot be used; the message is one line: what, where, what to do."""
+
 
 # Called between two tokens; a sampler may be given new weights there.
 Between = Callable[[], None]
@@ -99,6 +105,35 @@ class Response:
     elapsed: float
     head_ids: Int[Tensor, "T K"] | None = None
     head_behavior_logp: Float[Tensor, "T K"] | None = None
+
+
+def checked(requests: Sequence[Request], longest: int, sampling: Sampling) -> None:
+    """Refuse requests that cannot be served as they are meant.
+
+    Args:
+        longest: tokens of prompt and response together that the engine takes.
+
+    Raises:
+        BadInput: a prompt without tokens or too long, a count below 1, or seeds that two responses
+            would share: their draws would not be independent.
+    """
+    sampling.check()
+    seeds = sorted((r.seed, r.seed + r.count) for r in requests)
+    for request in requests:
+        within(1, 1 << 20, count=request.count)
+        within(0, (1 << 63) - 1 - request.count, seed=request.seed)
+        size = len(request.prompt_ids)
+        if not 1 <= size <= longest - sampling.max_tokens:
+            raise BadInput(
+                f"a prompt has {size} tokens and its response up to {sampling.max_tokens}; "
+                f"allowed: at least one, and {longest} together"
+            )
+    for (first, end), (second, _) in pairwise(seeds):
+        if second < end:
+            raise BadInput(
+                f"requests with seeds {first} and {second} share seeds; allowed: seeds as far "
+                "apart as a request has responses"
+            )
 
 
 @runtime_checkable
