@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from windage.estimators.errors import BadInput
 from windage.llm.tasks.protocol import Question, Split
+from windage.llm.verify_worker import digest
 
 TRIES = 10_000
 Draw = Callable[[Split, int, int, int], list[Question]]
 Make = Callable[[random.Random], tuple[Question, str]]
-
-
-def digest(*parts: str, length: int = 16) -> str:
-    """A name made of texts, the same on every machine.
-
-    Example:
-        >>> digest("a", "b") == digest("a", "b"), digest("a", "b") == digest("ab")
-        (True, False)
-    """
-    text = "\0".join(f"{len(part)}:{part}" for part in parts)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:length]
 
 
 def share_of(name: str) -> float:
