@@ -300,14 +300,16 @@ def _load(config: Config, path: str) -> Loaded:
     lora = None
     if told.lora_rank:
         lora = Lora(rank=told.lora_rank, alpha=told.lora_alpha, targets=told.lora_targets)
-    return models.load(
-        path,
-        dtype=told.dtype,
-        autocast=told.autocast or None,
-        device=told.device,
-        lora=lora,
-        checkpointing=told.gradient_checkpointing,
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.run.seed)  # adapters begin at random
+        return models.load(
+            path,
+            dtype=told.dtype,
+            autocast=told.autocast or None,
+            device=told.device,
+            lora=lora,
+            checkpointing=told.gradient_checkpointing,
+        )
 
 
 def _learner(
