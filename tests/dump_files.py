@@ -102,7 +102,9 @@ def export(row: Row, number: int) -> dict[str, Any]:
 def packed(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Several exported sequences in one line; position ids start anew."""
     return {
-        key: sum((record[key] for record in records), []) if isinstance(value, list) else value
+        key: [entry for record in records for entry in record[key]]
+        if isinstance(value, list)
+        else value
         for key, value in records[0].items()
     }
 
@@ -161,7 +163,7 @@ def prime_rl(folder: Path, rows: Rows, *, pack: int = 1, traces: bool = False) -
 
 
 def nemo_rl(folder: Path, rows: Rows, *, wrapped: bool = True) -> Path:
-    """`train_data_step5.jsonl`: padded to one width, each field a list of one, as NeMo-RL writes."""
+    """`train_data_step5.jsonl`: padded to one width, each field a list of one as logged."""
     for step in dict.fromkeys(row.step for row in rows):
         own = [row for row in rows if row.step == step]
         width = max(len(row.prompt_ids) + len(row.mask) for row in own) + 2
