@@ -94,8 +94,6 @@ class Learner:
         self.optimizer, self.schedule, self.reference = optimizer, schedule, reference
         self.settings, self.ranks = settings, ranks
         self.updates, self.count = 0, Count()
-        # The same own coefficients, without what needs the head.
-        self.uncentered = replace(estimator, centering=None)
 
     @property
     def trained(self) -> list[Any]:

@@ -17,18 +17,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
-
 from windage.estimators.errors import BadInput
-from windage.estimators.estimator import Coefficients, batch_terms, coefficients
-from windage.estimators.metrics import finish, given, moments
-from windage.llm import checkpoint, guard, journal, reference, rollouts
+from windage.estimators.estimator import batch_terms
+from windage.llm import checkpoint, guard, journal, metrics, reference, rollouts
 from windage.llm.draw import Drawn
 from windage.llm.evaluate import evaluate
 from windage.llm.journal import Journal
 from windage.llm.learner import Outcome, Row
 from windage.llm.run import Run
-from windage.llm.shadow import shadows
 from windage.llm.sources import Synchronous, shuffled
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -88,10 +84,11 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
             trained = time.perf_counter() - clock - waited
             publish(run)
             if files is not None:
-                seconds = {"time__sample": waited, "time__train": trained}
-                record = metrics(run, drawn, outcomes, seconds, time.perf_counter() - clock)
-                _record(run, files, done, drawn, outcomes, record)
-                tell({"step": done, **record})
+                whole = time.perf_counter() - clock
+                seconds = {"time__sample": waited, "time__train": trained, "time__step": whole}
+                record = _measured(run, done, drawn, outcomes, **seconds)
+                _record(run, files, drawn, outcomes, record)
+                tell(record)
             for _, outcome in outcomes:
                 guard.stop(learner.settings.guard, learner.count, outcome.faults, done)
             if config.evaluate.every and (done % config.evaluate.every == 0 or done == run.steps):
@@ -227,85 +224,45 @@ def publish(run: Run) -> None:
     run.source.publish(news.kept() if run.ranks.averaged else news)
 
 
-def metrics(
+def _measured(
     run: Run,
+    step: int,
     drawn: Step,
     outcomes: Sequence[tuple[list[int], Outcome]],
-    seconds: Mapping[str, float],
-    whole: float,
+    **seconds: float,
 ) -> dict[str, Any]:
-    """What a step's record says."""
-    sums, beside = [], dict[str, float]()
-    norm = max((o.gradient_norm for _, o in outcomes if o.made), default=0.0)
+    """The step's record; shadows stand beside its first update."""
+    learner = run.learner
+    parts, beside = [], dict[str, float]()
     for numbers, outcome in outcomes:
-        if outcome.update is None:
-            continue
-        made = _coefficients(run, outcome)
-        words = [drawn.rows[n].get("verdict") for n in numbers]
-        sums.append(
-            moments(
-                outcome.batch,
-                coefficients=made,
-                entropy=outcome.entropy,
-                invalid=_placed(outcome, [w == "invalid" for w in words]),
-                format=_placed(outcome, [w == "format" for w in words]),
-            )
-        )
-        if run.shadows and not beside:
-            beside = shadows(run.shadows, outcome.batch, made, ids=_ids(outcome, drawn, numbers))
+        rows = [drawn.rows[n] for n in numbers]
+        norm = {"update__gradient_norm": outcome.gradient_norm} if outcome.made else {}
+        told = (learner.estimator, outcome.batch)
+        parts.append(metrics.of_update(*told, rows=rows, entropy=outcome.entropy, **norm))
+        beside = beside or metrics.of_shadows(run.shadows, *told, rows)
     tokens = sum(len(row["response_ids"]) for row in drawn.rows)
-    told = given(
+    found = metrics.record(
+        step,
+        parts,
+        shadow=beside,
+        update__learning_rate=learner.optimizer.param_groups[0]["lr"],
+        update__skipped=learner.count.skipped,
+        time__tokens_per_second=tokens / seconds["time__step"],
         **seconds,
-        time__step=whole,
-        update__gradient_norm=norm,
-        update__learning_rate=run.learner.optimizer.param_groups[0]["lr"],
-        update__skipped=run.learner.count.skipped,
-        time__tokens_per_second=tokens / whole,
     )
-    rest = {"updates": run.learner.updates, "set_aside": run.learner.count.set_aside}
-    deaths = getattr(run.source, "deaths", 0)
-    return {**finish(*sums, told), **beside, **rest, "deaths": deaths}
-
-
-def _coefficients(run: Run, outcome: Outcome) -> Coefficients:
-    """What the update did, head tokens included where the passes kept them."""
-    estimator, batch = run.learner.estimator, outcome.batch
-    if estimator.centering is not None and batch.head_logp is not None:
-        return coefficients(estimator, batch)
-    assert outcome.update is not None
-    own = outcome.update.own.to(batch.rewards.dtype)
-    weights = coefficients(run.learner.uncentered, batch).weights
-    return Coefficients(own=own, head=None, terms=outcome.update.terms, weights=weights)
-
-
-def _placed(outcome: Outcome, values: Sequence[bool]) -> torch.Tensor:
-    """A value a row, laid out as the record is."""
-    index = outcome.batch.row_index
-    assert index is not None
-    padded = torch.tensor([*values, False])
-    return padded[index]
-
-
-def _ids(outcome: Outcome, drawn: Step, numbers: Sequence[int]) -> torch.Tensor:
-    batch = outcome.batch
-    assert batch.row_index is not None
-    out = torch.zeros(batch.mask.shape, dtype=torch.long).flatten(0, 1)
-    for place, number in enumerate(batch.row_index.flatten().tolist()):
-        if number >= 0:
-            ids = torch.as_tensor(drawn.rows[numbers[number]]["response_ids"])
-            out[place, : len(ids)] = ids
-    return out.view(batch.mask.shape)
+    others = {"updates": learner.updates, "set_aside": learner.count.set_aside}
+    return {**found, **others, "deaths": getattr(run.source, "deaths", 0)}
 
 
 def _record(
     run: Run,
     files: Files,
-    step: int,
     drawn: Step,
     outcomes: Sequence[tuple[list[int], Outcome]],
     record: dict[str, Any],
 ) -> None:
     """Write a step down."""
+    step = record["step"]
     if run.config.train.mode != "offline":
         rollouts.write(run.folder / "rollouts", step, drawn.rows, tokenizer=run.loaded.fingerprint)
     for one in drawn.texts[: run.config.run.samples]:
@@ -323,7 +280,7 @@ def _record(
         rows = [drawn.rows[n] for n in numbers]
         for fault in guard.records(step, outcome.faults, rows):
             files.nonfinite.write(fault)
-    files.metrics.write({"step": step, **record})
+    files.metrics.write(record)
 
 
 def _evaluate(run: Run, files: Files | None, step: int) -> None:
