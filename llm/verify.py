@@ -174,8 +174,8 @@ class Pool:
         word = reply.get("word")
         if word in WORDS:
             self._idle.put(worker)
-            answer = reply.get("answer")
-            said = None if answer is None else str(answer)
+            read = reply.get("answer")
+            said = None if read is None else str(read)
             return Verdict(word=str(word), stopped=None, seconds=seconds, answer=said)
         worker.kill()
         self._idle.put(_Worker(self._program, self.limits, self.kind))
