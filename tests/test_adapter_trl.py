@@ -1,0 +1,285 @@
+"""TRL 1.16 itself, on a tiny random model: the gradient of a step is that of our own path.
+
+Run by `make check-trl`; skipped where TRL is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import NAMES, entry, largest, words
+from checks import refused
+from torch import Tensor
+
+from windage.estimators.batch import Batch
+from windage.estimators.estimator import Estimator
+from windage.llm.adapters.carry import refusal
+from windage.llm.update import Forward, accumulate, micro_batches
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("default")
+
+from datasets import Dataset  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from windage.llm.adapters import trl  # noqa: E402
+
+VOCAB, PROMPTS, GENERATIONS, LONGEST = 16, 3, 4, 6
+ROWS = PROMPTS * GENERATIONS
+CARRIED = [name for name in NAMES if refusal(entry(name), trl.HOST) is None]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    ids = {"<pad>": 0, "<eos>": 1, **{f"w{n}": n for n in range(2, VOCAB)}}
+    inner = Tokenizer(WordLevel(ids, unk_token="<pad>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def reference() -> LlamaForCausalLM:
+    """Another policy near the model."""
+    found = model()
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(1.1)
+    return found
+
+
+class Replay:
+    """Recorded responses in the place of a sampler, with its log-probabilities and rewards."""
+
+    def __init__(self, source: LlamaForCausalLM) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.prompts = [[2 + p, 5] for p in range(PROMPTS) for _ in range(GENERATIONS)]
+        lengths = torch.randint(1, LONGEST + 1, (ROWS,), generator=g)
+        lengths[5] = LONGEST
+        self.ids = [torch.randint(2, VOCAB, (int(n),), generator=g).tolist() for n in lengths]
+        self.mask = [[n % 7 != 3 or t != 0 or len(ids) == 1 for t in range(len(ids))]
+                     for n, ids in enumerate(self.ids)]  # fmt: skip
+        self.rewards = torch.randn(ROWS, generator=g).abs().round(decimals=1).tolist()
+        self.logprobs = []
+        for n, (prompt, ids) in enumerate(zip(self.prompts, self.ids, strict=True)):
+            with torch.no_grad():
+                now = logp_of(source, prompt, ids)
+            noise = torch.randn(len(ids), generator=g, dtype=torch.float64)
+            self.logprobs.append((now + (0.004 if n % 3 == 0 else 0.4) * noise).tolist())
+
+    def __call__(self, prompts: list[str], _: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`: one row a prompt that TRL asks for."""
+        return {
+            "prompt_ids": self.prompts,
+            "completion_ids": self.ids,
+            "logprobs": self.logprobs,
+            "env_mask": [[int(x) for x in row] for row in self.mask],
+            "score": self.rewards,
+            "other": [float(n % 2) for n in range(ROWS)],
+        }
+
+
+def logp_of(source: LlamaForCausalLM, prompt: list[int], ids: list[int]) -> Tensor:
+    logits = source(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
+
+
+def reward(completions: list[Any], score: list[float], **_: Any) -> list[float]:
+    return score
+
+
+def other(completions: list[Any], other: list[float], **_: Any) -> list[float]:
+    return other
+
+
+class Spy(trl.WindageTrainer):
+    """Keeps the gradient of each optimizer step."""
+
+    kept: list[Tensor]
+
+    def training_step(self, *given: Any) -> Tensor:
+        found = super().training_step(*given)
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            grads = [p.grad.flatten().clone() for p in self.model.parameters()]
+            self.kept = [*getattr(self, "kept", []), torch.cat(grads)]
+        return found
+
+
+def config(folder: Any, name: str, size: int, **more: Any) -> trl.WindageConfig:
+    beta = entry(name).settings.get("coefficient", 0.0)
+    return trl.WindageConfig(
+        output_dir=str(folder),
+        **{
+            "estimator": words(name),
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": ROWS // size,
+            "num_generations": GENERATIONS,
+            "max_completion_length": LONGEST,
+            "max_steps": 1,
+            "learning_rate": 0.0,
+            "max_grad_norm": math.inf,
+            "beta": beta if "reference_logp" in entry(name).needs else 0.0,
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "logging_strategy": "no",
+            **more,
+        },
+    )
+
+
+def trained(folder: Any, name: str, size: int, **more: Any) -> Spy:
+    source = model()
+    if "reference_logp" in entry(name).needs:
+        # TRL loads the reference from where the model came from.
+        source.config._name_or_path = str(folder / "reference")
+        reference().float().save_pretrained(folder / "reference")
+    rows = Dataset.from_dict({"prompt": [f"w{2 + p} w5" for p in range(PROMPTS)]})
+    functions = [reward, other] if name == "gdpo" else reward
+    trainer = Spy(
+        model=source,
+        reward_funcs=functions,
+        args=config(folder, name, size, **more),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        rollout_func=Replay(source),
+    )
+    trainer.train()
+    return trainer
+
+
+def ours(estimator: Estimator, source: LlamaForCausalLM, told: Replay, *, gdpo: bool) -> Tensor:
+    """The gradient of our own path, one response a pass."""
+    extra = [[r, float(n % 2)] for n, r in enumerate(told.rewards)]
+
+    @torch.no_grad()
+    def under(policy: LlamaForCausalLM) -> list[list[float]]:
+        pairs = zip(told.prompts, told.ids, strict=True)
+        return [logp_of(policy, prompt, ids).tolist() for prompt, ids in pairs]
+
+    rewards = [sum(parts) for parts in extra] if gdpo else told.rewards
+    batch = Batch.from_rows(
+        rewards,
+        [n // GENERATIONS for n in range(ROWS)],
+        mask=told.mask,
+        behavior_logp=told.logprobs,
+        proximal_logp=under(source),
+        reference_logp=under(reference()),
+        components=extra,
+    )
+    width = batch.mask.shape[-1]
+
+    def forward(which: Tensor) -> Forward:
+        found = [
+            torch.nn.functional.pad(row, (0, width - len(row)))
+            for n in which.tolist()
+            for row in [logp_of(source, told.prompts[n], told.ids[n])]
+        ]
+        return Forward(logp=torch.stack(found))
+
+    source.zero_grad()
+    accumulate(estimator, batch, forward, micro_batches(batch, 5))
+    grads = torch.cat([p.grad.flatten().clone() for p in source.parameters()])
+    source.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_the_gradient_of_a_step_is_ours(name, tmp_path, record_property):
+    source = model()
+    expected = ours(entry(name), source, Replay(source), gdpo=name == "gdpo")
+    apart = []
+    for size in (12, 4, 1) if name in ("dapo", "gspo", "prompt_mean", "decoupled_tis") else (3,):
+        (found,) = trained(tmp_path, name, size).kept
+        apart.append(largest(found, expected))
+    record_property("largest", max(apart))
+    print(f"{name} {max(apart):.2e}")
+    assert max(apart) < 1e-5
+
+
+def test_every_entry_that_the_hook_can_carry_is_tried():
+    assert len(CARRIED) == 55
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_generation_batch_of_several_steps_divides_each_by_its_own_tokens(size, tmp_path):
+    """Two optimizer steps a generation; with weights at rest their gradients add up."""
+    steps = ROWS // size // 2
+    trainer = trained(
+        tmp_path,
+        "rloo",
+        size,
+        gradient_accumulation_steps=steps,
+        steps_per_generation=2 * steps,
+        max_steps=2,
+    )
+    source = model()
+    expected = ours(entry("rloo"), source, Replay(source), gdpo=False)
+    first, second = trainer.kept
+    # TRL clears gradients after each step; each is a mean over half of the responses.
+    assert largest((first + second) / 2, expected) < 1e-5
+
+
+def test_without_a_rollout_function_the_sampler_is_the_trainer(tmp_path):
+    """TRL's own generation: ratios are 1, so cispo with a cap of 1 and rloo-like weights agree."""
+    source = model()
+    rows = Dataset.from_dict({"prompt": [f"w{2 + p} w5" for p in range(PROMPTS)]})
+
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(c)) for c in completions]
+
+    kept = []
+    for name in ("token_tis", "rloo"):
+        torch.manual_seed(5)
+        trainer = Spy(
+            model=source,
+            reward_funcs=lengths,
+            args=config(tmp_path, name, 4),
+            train_dataset=rows,
+            processing_class=tokenizer(),
+        )
+        trainer.train()
+        kept += trainer.kept
+        source.zero_grad()
+    assert largest(kept[0], kept[1]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("centered", {}, "head"),
+        ("m2po", {}, "one micro-batch"),
+        ("cispo", {"loss_type": "grpo"}, "loss_type is 'grpo'"),
+        ("cispo", {"epsilon_high": 0.28}, "epsilon_high"),
+        ("cispo", {"beta": 0.1}, "beta is 0.1"),
+        ("grpo_k3", {"beta": 0.5}, "beta is 0.5; allowed with grpo_k3: 0.001"),
+        ("cispo", {"use_vllm": True}, "vllm_importance_sampling_correction"),
+        ("batch_std", {"steps_per_generation": 6}, "steps_per_generation is 6"),
+        ("rloo", {"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "a multiple of"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_at_configuration(name, settings, said, tmp_path):
+    with refused(said, "allowed"):
+        trl.check(config(tmp_path, name, 4, **settings))
