@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -206,11 +207,15 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(path=path, step=about["step"], tensors=found, state=_json(path / STATE))
 
 
-def latest(folder: Path, log: Callable[[str], None] = lambda line: None) -> Path | None:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def latest(folder: Path, log: Callable[[str], None] = _say) -> Path | None:
     """The newest checkpoint that is whole; None where there is none at all.
 
     Args:
-        log: told of each newer one that is damaged.
+        log: told of each newer one that is damaged; standard error.
 
     Raises:
         BadInput: there are checkpoints and all are damaged; names the newest file that is.

@@ -81,6 +81,13 @@ def _keep_kinds(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) ->
                 own[name] = value.to(own[name].device)
 
 
+def seed_random(seed: int) -> None:
+    """Begin the random generators of `random`, numpy, torch and CUDA at a seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def pack_random(generators: Mapping[str, torch.Generator] | None = None) -> Packed:
     """Where the random generators stand: of `random`, numpy, torch and each CUDA device in use.
 

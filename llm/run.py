@@ -34,7 +34,13 @@ from windage.llm.draw import Desk
 from windage.llm.guard import Count, Guard
 from windage.llm.learner import Learner, Settings, optimizer_of, schedule_of
 from windage.llm.models import Loaded, Lora, Policy
-from windage.llm.packed import pack_optimizer, pack_random, unpack_optimizer, unpack_random
+from windage.llm.packed import (
+    pack_optimizer,
+    pack_random,
+    seed_random,
+    unpack_optimizer,
+    unpack_random,
+)
 from windage.llm.ranks import ALONE, Ranks
 from windage.llm.samplers import probe
 from windage.llm.samplers.protocol import Sampler, Sampling
@@ -256,6 +262,7 @@ def start(
             f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
         )
     estimator = recipe.resolve(config)
+    seed_random(config.run.seed)
     kept = checkpoint.latest(folder / "checkpoints") if resume else None
     path = config.model.path if kept is None or config.model.lora_rank else str(kept)
     loaded = _load(config, path)
@@ -273,7 +280,7 @@ def start(
     policy = wrap(loaded.policy)
     learner, schedule = _learner(config, loaded, policy, estimator, ranks, steps)
     first = 0 if kept is None else _restore(kept, loaded, learner, schedule)
-    desk = _desk(config, loaded, str(kept or config.model.path)) if ranks.first else None
+    desk = desk_of(config, loaded, str(kept or config.model.path)) if _asks(config, ranks) else None
     source = source_offline or _source(config, desk, loaded, first, steps)
     run = Run(
         config=config,
@@ -373,10 +380,17 @@ def _restore(path: Path, loaded: Loaded, learner: Learner, schedule: reference.S
     return int(state["step"])
 
 
-def _desk(config: Config, loaded: Loaded, path: str) -> Desk | None:
-    """Task and sampler; offline, only where held-out questions are asked."""
-    if config.train.mode == "offline" and config.evaluate.every == 0:
-        return None
+def _asks(config: Config, ranks: Ranks) -> bool:
+    """Whether this process draws: offline, only where held-out questions are asked."""
+    return ranks.first and (config.train.mode != "offline" or config.evaluate.every > 0)
+
+
+def desk_of(config: Config, loaded: Loaded, path: str) -> Desk:
+    """Task and sampler of a configuration.
+
+    Args:
+        path: folder of the model that the sampler starts with.
+    """
     told = config.task
     return Desk(
         task=task_of(told.name, told.settings),
