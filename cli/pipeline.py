@@ -17,6 +17,8 @@ from windage.estimators.errors import BadInput, unknown
 if TYPE_CHECKING:
     import numpy as np
 
+    from windage.toy.pipeline.laws import Empirical, Observed
+
 MODES = ("synchronous", "overlap", "asynchronous", "in_flight", "in_flight_recompute")
 LAWS = ("exponential", "lognormal", "equal")
 COUNT, WHOLE, NUMBER, SWITCH = "a whole number from 1 on", "a whole number", "a number", "switch"
@@ -84,6 +86,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"its column; default: the first of {', '.join(COLUMNS)}",
     )
     parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="DUMP",
+        help="observed lengths and seconds of the responses of a dump (as windage diagnose reads)",
+    )
+    parser.add_argument(
         "--curve",
         metavar="FILE.csv",
         help="alone: fit score by compute (columns compute, score), with intervals",
@@ -147,7 +155,8 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.base is not None:
         raise BadInput("--base: a score without compute; allowed: with --curve")
     keys, sweep = from_file(arguments.config)
-    given = {k: getattr(arguments, k) for k in (*KEYS, *OTHERS, "lengths", "lengths_column")}
+    files = ("lengths", "lengths_column", "source")
+    given = {k: getattr(arguments, k) for k in (*KEYS, *OTHERS, *files)}
     asked = {key: v for key, v in given.items() if v is not None}
     keys |= asked
     sweep |= swept(arguments.sweep or ())
@@ -157,13 +166,15 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
         keys.pop(key, None)
     path, column = keys.pop("lengths", None), keys.pop("lengths_column", None)
     steps = keys.pop("steps", STEPS)
-    observed = None if path is None else lengths(Path(path), column)
-    if observed is not None and [k for k in (*keys, *sweep) if k.startswith("tokens_")]:
-        raise BadInput("--lengths: tokens_... is set as well; allowed: one of both")
-    if observed is None and column is not None:
+    dump = keys.pop("source", None)
+    if path is None and column is not None:
         raise BadInput("--lengths-column: no file; allowed: with --lengths")
+    if path is not None and dump is not None:
+        raise BadInput("--lengths and --from: both hold lengths; allowed: one of both")
+    seen, told = (None, None) if dump is None else from_dump(Path(dump), keys, sweep)
+    if path is not None:
+        seen = observed_lengths(Path(path), column, keys, sweep)
     from windage.analysis.pipeline import document
-    from windage.toy.pipeline.laws import Empirical
 
     with progress("pipelines") as advance:
         return document.run(
@@ -171,10 +182,61 @@ def _simulated(arguments: argparse.Namespace) -> dict[str, Any]:
             sweep,
             steps=steps,
             seed=arguments.seed,
-            lengths=None if observed is None else Empirical(observed, str(path)),
-            with_published=not keys and not sweep and observed is None,
+            seen=seen,
+            told=told,
+            with_published=not keys and not sweep and seen is None,
             advance=advance,
         )
+
+
+def observed_lengths(
+    path: Path, column: str | None, keys: Mapping[str, Any], sweep: Mapping[str, Any]
+) -> Empirical:
+    """Lengths of a file, as a law."""
+    found = lengths(path, column)
+    _refuse_twice("--lengths", ("tokens_",), keys, sweep)
+    from windage.toy.pipeline.laws import Empirical
+
+    return Empirical(found, str(path))
+
+
+def from_dump(
+    path: Path, keys: dict[str, Any], sweep: Mapping[str, Any]
+) -> tuple[Empirical | Observed, dict[str, Any]]:
+    """Lengths and seconds of a dump, and what was told of them; `stretch` is 1 unless set.
+
+    Raises:
+        BadInput: no dump, no times, or a setting that the dump holds.
+    """
+    _refuse_twice("--from", ("tokens_",), keys, sweep)
+    from windage.analysis.diagnose.readers import index
+    from windage.analysis.diagnose.rows import Rejected
+    from windage.analysis.pipeline.observed import observed
+    from windage.toy.pipeline.laws import Observed
+
+    refused: list[Rejected] = []
+    seen, told = observed(index.read(path, refuse=refused.append), str(path))
+    if isinstance(seen, Observed):
+        _refuse_twice("--from", ("token_seconds", "verifier_"), keys, sweep)
+    for one in refused:
+        told["set_aside"][one.reason] = told["set_aside"].get(one.reason, 0) + one.rows
+    told |= {"source": str(path), "rows": told["rows"] + sum(one.rows for one in refused)}
+    if "stretch" not in sweep:
+        keys.setdefault("stretch", 1.0)
+    return seen, told
+
+
+def _refuse_twice(
+    flag: str, begins: tuple[str, ...], keys: Mapping[str, Any], sweep: Mapping[str, Any]
+) -> None:
+    """Refuse a setting that a file holds.
+
+    Raises:
+        BadInput: names it.
+    """
+    for key in (*keys, *sweep):
+        if key.startswith(begins):
+            raise BadInput(f"{flag}: {key} is set as well; allowed: one of both")
 
 
 def from_file(path: str | None) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -187,7 +249,7 @@ def from_file(path: str | None) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         raise BadInput(f"--config {path!r}: {problem.strerror}; allowed: a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise BadInput(f"--config {path!r}: {problem}; allowed: a TOML file") from None
-    allowed = (*KEYS, *OTHERS, "lengths", "lengths_column", "sweep")
+    allowed = (*KEYS, *OTHERS, "lengths", "lengths_column", "from", "sweep")
     keys, sweep = {}, {}
     for key, given in read.items():
         if key not in allowed:
@@ -196,8 +258,8 @@ def from_file(path: str | None) -> tuple[dict[str, Any], dict[str, list[Any]]]:
             if not isinstance(given, dict):
                 raise BadInput(f"{path}: sweep is {given!r}; allowed: a table of lists")
             sweep = {k: _values(f"{path}: sweep", k, v) for k, v in given.items()}
-        elif key.startswith("lengths"):
-            keys[key] = str(given)
+        elif key.startswith(("lengths", "from")):
+            keys["source" if key == "from" else key] = str(given)
         else:
             try:
                 keys[key] = value(key, given)
@@ -237,10 +299,11 @@ def _values(where: str, key: str, given: Any) -> list[Any]:
 
 
 def _curve(arguments: argparse.Namespace) -> dict[str, Any]:
-    asked = [k for k in (*KEYS, *OTHERS, "config", "sweep", "lengths", "lengths_column")]
+    files = ("config", "sweep", "lengths", "lengths_column", "source")
+    asked = [*KEYS, *OTHERS, *files]
     for key in asked:
         if getattr(arguments, key) is not None:
-            flag = f"--{key.replace('_', '-')}"
+            flag = "--from" if key == "source" else f"--{key.replace('_', '-')}"
             raise BadInput(f"{flag} with --curve; allowed with it: --base")
     table = columns(Path(arguments.curve), ("compute", "score"))
     from windage.analysis.pipeline import curve_document

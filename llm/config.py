@@ -282,7 +282,7 @@ RANGES: dict[str, tuple[Number, Number]] = {
 SECTIONS: dict[str, type] = get_type_hints(Config)
 
 
-def keys() -> Iterator[tuple[str, Any, Any]]:
+def entries() -> Iterator[tuple[str, Any, Any]]:
     """Every key with its section, the type of its value, and its default."""
     for section, kind in SECTIONS.items():
         hints, plain = get_type_hints(kind), kind()
@@ -322,7 +322,7 @@ def build(told: Mapping[str, Any], base: Config | None = None) -> Config:
 allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.trackers, run.card
     """
     found = base or Config()
-    types = {name: kind for name, kind, _ in keys()}
+    types = {name: kind for name, kind, _ in entries()}
     for section, table in told.items():
         if section not in SECTIONS:
             raise unknown("section", section, SECTIONS)

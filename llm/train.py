@@ -237,9 +237,9 @@ def _measured(
     for numbers, outcome in outcomes:
         rows = [drawn.rows[n] for n in numbers]
         norm = {"update__gradient_norm": outcome.gradient_norm} if outcome.made else {}
-        told = (learner.estimator, outcome.batch)
-        parts.append(metrics.of_update(*told, rows=rows, entropy=outcome.entropy, **norm))
-        beside = beside or metrics.of_shadows(run.shadows, *told, rows)
+        entry, batch = learner.estimator, outcome.batch
+        parts.append(metrics.of_update(entry, batch, rows=rows, entropy=outcome.entropy, **norm))
+        beside = beside or metrics.of_shadows(run.shadows, entry, batch, rows)
     tokens = sum(len(row["response_ids"]) for row in drawn.rows)
     found = metrics.record(
         step,

@@ -1,0 +1,64 @@
+"""The configuration of a run from a TOML file and flags: `--train.steps 20`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from windage.estimators.errors import BadInput
+from windage.llm import config as configs
+from windage.llm.config import Config
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """A file and a flag for every key."""
+    parser.add_argument("file", nargs="?", type=Path, metavar="CONFIG.toml", help="of the run")
+    group = None
+    for name, _, default in configs.entries():
+        section = name.partition(".")[0]
+        if group is None or group.title != f"[{section}]":
+            group = parser.add_argument_group(f"[{section}]")
+        shown = "none" if default in ("", (), {}) else default
+        group.add_argument(f"--{name}", metavar="VALUE", help=f"default: {shown}")
+
+
+def resolve(arguments: argparse.Namespace) -> Config:
+    """The file's configuration with the flags put in place.
+
+    Raises:
+        BadInput: whatever the file or a flag has wrong.
+    """
+    config = Config() if arguments.file is None else configs.read(arguments.file)
+    given = vars(arguments)
+    told: dict[str, dict[str, Any]] = {}
+    for name, kind, _ in configs.entries():
+        if (text := given.get(name)) is not None:
+            section, _, key = name.partition(".")
+            told.setdefault(section, {})[key] = configs.parse(name, kind, text)
+    return configs.build(told, config)
+
+
+def check(config: Config) -> Config:
+    """Refuse what no run can be made of, before anything heavy is imported.
+
+    Raises:
+        BadInput: names the key and what is allowed.
+    """
+    train = config.train
+    if not config.model.path:
+        raise BadInput("model.path is missing; allowed: a model's folder, or its name on the hub")
+    if train.mode == "offline" and not train.store:
+        raise BadInput("train.store is missing; allowed with offline: a folder of rollouts")
+    if train.mode != "offline" and train.steps < 1:
+        raise BadInput(f"train.steps is {train.steps}; allowed: at least 1")
+    if train.minibatches > train.prompts:
+        raise BadInput(
+            f"train.minibatches is {train.minibatches}; allowed: at most train.prompts, "
+            f"{train.prompts}, since a group is not divided"
+        )
+    if train.refill and train.mode not in ("synchronous", "iterated"):
+        raise BadInput("train.refill is set; allowed with synchronous and iterated")
+    if train.positive_share and train.mode not in ("offline", "iterated"):
+        raise BadInput("train.positive_share is set; allowed with offline and iterated")
+    return config
