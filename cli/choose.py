@@ -62,8 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         type=Path,
-        metavar="FILE",
-        help="measure lengths and mismatch from rows with logp and behavior_logp (JSONL, parquet)",
+        metavar="DUMP",
+        help="measure lengths and mismatch from a dump: any that diagnose reads, or our store",
     )
 
 

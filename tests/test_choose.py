@@ -203,13 +203,15 @@ def test_lengths_and_mismatch_are_measured_from_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "0 rows; allowed: at least 8"),
+        ("", "holds no dump"),
         ("{\n", "line 1 is no JSON"),
-        ("[1]\n", "row 0 is no object"),
-        ('{"logp": [1.0]}\n', "row 0 has no behavior_logp"),
-        ('{"logp": [1.0], "behavior_logp": [1.0, 2.0]}\n', "row 0: logp has shape"),
-        ('{"logp": [NaN], "behavior_logp": [1.0]}\n', "row 0, token 0"),
-        ('{"logp": ["a"], "behavior_logp": [1.0]}\n', "must be lists of numbers"),
+        ("[1]\n", "line 1 is no object"),
+        ('{"logp": [-1.0]}\n', "line 1 has no behavior_logp"),
+        ('{"logp": [-1.0], "behavior_logp": [-1.0]}\n', "1 rows; allowed: at least 8"),
+        ('{"logp": [-1.0], "behavior_logp": [-1.0, -2.0]}\n', "line 1 has 1 entries in logp"),
+        ('{"logp": [NaN], "behavior_logp": [-1.0]}\n', "line 1 has logp nan at token 0"),
+        ('{"logp": [-1.0], "behavior_logp": [-1000.0]}\n', "line 1 has the log-ratio 999"),
+        ('{"logp": ["a"], "behavior_logp": [-1.0]}\n', "allowed: a list of numbers"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, content: str, words: str) -> None:

@@ -1,18 +1,15 @@
-"""Lengths and mismatch of recorded responses: what a request may take from data.
-
-Rows hold `logp` and `behavior_logp`, a number a token of the response: log-probabilities under the
-trainer and under the sampler that drew it, of the same weights.
-"""
+"""Lengths and mismatch of recorded responses: what a request may take from data."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from windage.analysis.diagnose.readers.index import detect, read
+from windage.analysis.diagnose.readers.plain import NAME
+from windage.analysis.diagnose.rows import Row
 from windage.estimators.errors import BadInput
 
 NEEDED = ("logp", "behavior_logp")
@@ -20,83 +17,55 @@ FEWEST = 8
 
 
 def measured(path: Path) -> dict[str, float]:
-    """Mean length, spread of its logarithm, and mismatch a token.
+    """Mean length, spread of its logarithm, and mismatch a token, of a dump.
 
         mismatch = max(0, sum of ratio * log ratio - (ratio - 1)) / tokens,   ratio = exp(x)
 
-    with x the log-ratio of policy to sampler: an estimate of KL(policy | sampler) from the
-    sampler's tokens, each term 0 or more.
+    with x the log-ratio of policy to sampler on the tokens that the policy chose: an estimate of
+    KL(policy | sampler) from the sampler's tokens, each term 0 or more.  Where the trainer's
+    weights are newer than the sampler's, it holds their drift too.
+
+    Args:
+        path: any dump that `windage diagnose` reads, our rollout store among them.  Of one without
+            the trainer's log-probabilities only the lengths are known; a plain table needs both.
 
     Raises:
-        BadInput: a file that cannot be read, a row without the columns, a value that is not finite.
+        BadInput: no dump, too few rows, or a row that would be set aside.
     """
     lengths: list[int] = []
-    total = 0.0
-    for number, row in enumerate(_rows(path)):
-        x = _gap(row, path, number)
-        lengths.append(len(x))
+    total, tokens = 0.0, 0
+    needed = NEEDED if detect(path) == NAME else ()
+    for row in read(path):
+        x = _gap(row, needed)
+        lengths.append(len(row.mask))
         total += float(np.sum(np.exp(x) * x - np.expm1(x)))
+        tokens += len(x)
     if len(lengths) < FEWEST:
         raise BadInput(f"{path}: {len(lengths)} rows; allowed: at least {FEWEST}")
-    logs = np.log(lengths)
-    return {
+    found = {
         "response_tokens": float(np.mean(lengths)),
-        "spread": float(logs.std(ddof=1)),
-        "mismatch": max(0.0, total) / sum(lengths),
+        "spread": float(np.log(lengths).std(ddof=1)),
     }
+    if tokens:
+        found["mismatch"] = max(0.0, total) / tokens
+    return found
 
 
-def _gap(row: Any, path: Path, number: int) -> np.ndarray:
-    if not isinstance(row, Mapping):
-        raise BadInput(f"{path}: row {number} is no object; allowed: objects with {NEEDED}")
-    for name in NEEDED:
-        if row.get(name) is None:
-            raise BadInput(f"{path}: row {number} has no {name}; needed: {', '.join(NEEDED)}")
-    try:
-        logp, behavior = (np.asarray(row[name], dtype=np.float64) for name in NEEDED)
-    except (TypeError, ValueError):
-        raise BadInput(f"{path}: row {number}: {NEEDED} must be lists of numbers") from None
-    if logp.ndim != 1 or logp.shape != behavior.shape or not len(logp):
-        raise BadInput(
-            f"{path}: row {number}: logp has shape {logp.shape}, behavior_logp {behavior.shape}; "
-            "allowed: two lists of the same length, one token or more"
-        )
-    x = logp - behavior
-    if not np.isfinite(np.exp(x)).all() or not np.isfinite(x).all():
-        place = int(np.argmin(np.isfinite(x) & np.isfinite(np.exp(np.where(np.isfinite(x), x, 0)))))
-        raise BadInput(
-            f"{path}: row {number}, token {place}: log-ratio {x[place]}; allowed: finite"
-        )
-    return x
+def _gap(row: Row, needed: Sequence[str]) -> np.ndarray:
+    """Log-ratios of a row, none where the dump lacks one of the two.
 
-
-def _rows(path: Path) -> Iterator[Any]:
-    """Rows of a JSONL or parquet file, one after the other."""
-    try:
-        if path.suffix == ".parquet":
-            yield from _parquet(path)
-            return
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except (ValueError, RecursionError) as problem:
-                        raise BadInput(f"{path}: line {number + 1} is no JSON: {problem}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise BadInput(f"{path}: {problem}; allowed: a JSONL or parquet file") from None
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        missing = [name for name in NEEDED if name not in file.schema_arrow.names]
-        if missing:
-            raise BadInput(f"{path}: no column {missing[0]}; needed: {', '.join(NEEDED)}")
-        for batch in file.iter_batches(columns=list(NEEDED)):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as problem:
-        raise BadInput(f"{path}: not a readable parquet file: {problem}") from None
+    Raises:
+        BadInput: a field that is needed and missing, or a ratio that is not finite.
+    """
+    for name in needed:
+        if getattr(row, name) is None:
+            raise BadInput(f"{row.where} has no {name}; needed: {', '.join(NEEDED)}")
+    if row.logp is None or row.behavior_logp is None:
+        return np.zeros(0)
+    x = (row.logp - row.behavior_logp)[row.mask]
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(np.exp(x))
+    if bad.any():
+        token = int(np.flatnonzero(row.mask)[bad.argmax()])
+        raise BadInput(f"{row.where} has the log-ratio {x[bad][0]:g} at token {token}; too large")
+    return np.asarray(x)

@@ -58,7 +58,11 @@ def regular(root: Path, refuse: Refuse) -> list[Path]:
     if not root.is_dir():
         raise BadInput(f"{shown(root)} is no file and no folder; allowed: a dump")
     found = []
-    for place, folders, names in os.walk(root):
+
+    def closed(problem: OSError) -> None:
+        _skip(Path(str(problem.filename)), refuse, f"a closed folder: {problem.strerror}")
+
+    for place, folders, names in os.walk(root, onerror=closed):
         for name in (*folders, *names):
             path = Path(place, name)
             if path.is_symlink():
@@ -75,16 +79,12 @@ def _skip(path: Path, refuse: Refuse, what: str) -> None:
 
 
 def container(path: Path) -> str:
-    """`parquet`, `zip`, `pickle`, `gzip`, `zstd`, or `lines` where nothing says otherwise.
-
-    Raises:
-        BadInput: the file cannot be opened.
-    """
+    """`parquet`, `zip`, `pickle`, `gzip`, `zstd`, or `lines` where nothing says otherwise."""
     try:
         with path.open("rb") as file:
             head = file.read(4)
-    except OSError as problem:
-        raise BadInput(f"{shown(path)}: {problem.strerror}; allowed: a readable file") from None
+    except OSError:
+        return "lines"
     if len(head) > 1 and head[0] == 0x80 and head[1] <= 5:
         return "pickle"
     return next((name for magic, name in MAGIC.items() if head.startswith(magic)), "lines")

@@ -188,5 +188,25 @@ def _nothing(path: Path, kinds: Sequence[str]) -> BadInput:
         if kind in BARE:
             what = f"a dump of {kind}, which holds {BARE[kind][1]} but no log-probabilities"
             return BadInput(f"{shown(path)} is {what}; allowed: {', '.join(READERS)}")
-    what = "is damaged or of no known format" if kinds else "is empty"
+    if path.is_file():
+        fault = _first_fault(path)
+        if fault is not None:
+            return BadInput(str(fault))
+    what = "is of no known format" if any(kind == OTHER for kind in kinds) else "holds no dump"
     return BadInput(f"{shown(path)} {what}; allowed: {', '.join(READERS)}, or a map of columns")
+
+
+def _first_fault(path: Path) -> Rejected | None:
+    """What is wrong with the first line of a file, or with its archive."""
+    kind = container(path)
+    try:
+        if kind == "parquet":
+            tables.opened(path)
+        elif kind == "zip":
+            tensors.load(path)
+    except Fault as fault:
+        return Rejected(where=shown(path), reason=fault.reason, what=fault.what)
+    found: list[Rejected] = []
+    if kind == "lines":
+        next(jsonl.records(path, found.append), None)
+    return found[0] if found else None

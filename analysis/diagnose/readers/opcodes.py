@@ -83,6 +83,7 @@ class Machine:
 
     def __init__(self, data: bytes, tensor: Callable[..., np.ndarray]) -> None:
         self.data, self.tensor, self.at = data, tensor, 0
+        self.room = 4 * len(data) + 2**16
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.notes: dict[int, Any] = {}
@@ -163,6 +164,16 @@ class Machine:
         if isinstance(top, Array):
             top.places.append(place)
         self.notes[place] = top
+
+    def spend(self, size: int) -> None:
+        """Count the bytes that calls make of what is there already.
+
+        Raises:
+            Fault: more than the file has room for.
+        """
+        self.room -= size
+        if self.room < 0:
+            raise Fault("damaged", "has calls that make more than the file has room for")
 
     def fill(self, pairs: Sequence[Any]) -> None:
         """Put pairs of key and value into the dictionary on top."""
@@ -260,7 +271,13 @@ def _scalar(machine: Machine, kind: Kind, content: bytes) -> float | int | bool:
 def _encode(machine: Machine, words: str, name: str) -> bytes:
     if name != "latin1":
         raise ValueError
+    machine.spend(len(words))
     return words.encode("latin1")
+
+
+def _size(machine: Machine, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    machine.spend(8 * len(sizes))
+    return tuple(sizes)
 
 
 def _array(machine: Machine, *rest: Any) -> Array:
@@ -271,7 +288,7 @@ ARRAYS: Mapping[str, Callable[..., Any]] = {"scalar": _scalar, "_reconstruct": _
 MADE: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": lambda machine: {},
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch.Size": lambda machine, sizes: tuple(sizes),
+    "torch.Size": _size,
     "_codecs.encode": _encode,
     "numpy.dtype": lambda machine, code, *rest: Kind(_numeric(code)),
     **{f"numpy.core.multiarray.{name}": make for name, make in ARRAYS.items()},

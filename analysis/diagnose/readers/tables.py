@@ -111,6 +111,8 @@ def _column(column: pa.Array) -> Sequence[Any]:
     kind = column.type
     if types.is_dictionary(kind):
         column, kind = column.dictionary_decode(), kind.value_type
+    if types.is_fixed_size_list(kind):
+        column, kind = column.cast(pa.list_(kind.value_type)), pa.list_(kind.value_type)
     if _is_list(kind):
         return _lists(column)
     if types.is_string(kind) or types.is_large_string(kind):
@@ -121,7 +123,7 @@ def _column(column: pa.Array) -> Sequence[Any]:
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+    return bool(types.is_list(kind) or types.is_large_list(kind))
 
 
 def _texts(column: pa.Array) -> list[str | None]:
@@ -130,23 +132,32 @@ def _texts(column: pa.Array) -> list[str | None]:
 
 
 def _lists(column: pa.Array) -> list[Any]:
-    """Arrays, or lists of arrays; a null list is None."""
+    """Arrays, or lists of arrays; a null list is None.
+
+    Whole numbers with a null among them become objects, which fit nothing.
+    """
     counts = pc.list_value_length(column)
     inner = column.flatten()
     lengths = counts.fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(lengths)
-    values: Any = _lists(inner) if _is_list(inner.type) else _values(inner)
-    valid = counts.is_valid().to_pylist()
-    return [
-        values[end - n : end] if there else None
-        for n, end, there in zip(lengths, ends, valid, strict=True)
-    ]
+    values, unknown = _lists(inner) if _is_list(inner.type) else _values(inner), None
+    if inner.null_count and not types.is_floating(inner.type):
+        unknown = np.cumsum(np.r_[0, inner.is_null().to_numpy(zero_copy_only=False)])
+    found: list[Any] = []
+    for n, end, there in zip(lengths, ends, counts.is_valid().to_pylist(), strict=True):
+        part = values[end - n : end] if there else None
+        if unknown is not None and there and unknown[end] > unknown[end - n]:
+            part = np.full(n, None, object)
+        found.append(part)
+    return found
 
 
-def _values(inner: pa.Array) -> Any:
+def _values(inner: pa.Array) -> np.ndarray:
+    """Numbers; of other types as many objects."""
     kind = inner.type
     if types.is_floating(kind):
-        return inner.to_numpy(zero_copy_only=False)
-    if (types.is_integer(kind) or types.is_boolean(kind)) and not inner.null_count:
-        return inner.to_numpy(zero_copy_only=False)
+        return np.asarray(inner.to_numpy(zero_copy_only=False))
+    if types.is_integer(kind) or types.is_boolean(kind):
+        filler = pa.scalar(False if types.is_boolean(kind) else 0, kind)
+        return np.asarray(inner.fill_null(filler).to_numpy(zero_copy_only=False))
     return np.full(len(inner), None, object)
