@@ -15,8 +15,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, final
@@ -60,6 +60,10 @@ class Source(Protocol):
 
     def publish(self, news: News) -> None:
         """Tell of new weights, to be taken when the mode allows."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Desk | None]:
+        """A time in which nothing is drawn, with the desk that is free then; None: it has none."""
         ...
 
     def close(self) -> None:
@@ -120,6 +124,10 @@ class Elsewhere:
     def publish(self, news: News) -> None:
         """Nobody to tell."""
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing is drawn here."""
+        return nullcontext()
+
     def close(self) -> None:
         """Nothing to stop."""
 
@@ -141,7 +149,11 @@ class Synchronous:
 
     def publish(self, news: News) -> None:
         """Give the sampler the weights at once."""
-        _load(self._desk, news)
+        load(self._desk, news)
+
+    def paused(self) -> AbstractContextManager[Desk]:
+        """Nothing is drawn between two steps."""
+        return nullcontext(self._desk)
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -159,7 +171,7 @@ class OneStepOff:
 
     def _begin(self, step: int) -> Future[list[Drawn]]:
         if self._told is not None:
-            _load(self._desk, self._told)
+            load(self._desk, self._told)
             self._told = None
         return self._thread.submit(self._order.ask, self._desk, step)
 
@@ -173,9 +185,15 @@ class OneStepOff:
     def publish(self, news: News) -> None:
         """Keep a copy until the batch that is being drawn is done."""
         if self._next is None:
-            _load(self._desk, news)
+            load(self._desk, news)
         else:
             self._told = news.kept()
+
+    def paused(self) -> AbstractContextManager[Desk]:
+        """Once the batch that is being drawn is done."""
+        if self._next is not None:
+            wait([self._next[1]])
+        return nullcontext(self._desk)
 
     def close(self) -> None:
         """Wait for what is being drawn."""
@@ -216,6 +234,7 @@ class Asynchronous:
         self._last: News | None = None
         self._unchecked: News | None = None
         self._problem: BaseException | None = None
+        self._drawing = threading.Lock()
         self.deaths = 0
         self._thread = threading.Thread(target=self._work, args=(first,), daemon=True)
 
@@ -242,6 +261,13 @@ class Asynchronous:
         with self._changed:
             self._told = self._last = copy
 
+    @contextmanager
+    def paused(self) -> Iterator[Desk]:
+        """Once the groups that are being drawn are done, before the next."""
+        with self._drawing:
+            yield self._desk
+            self._told = self._last  # whatever was loaded in the meantime
+
     def _take(self) -> None:
         """Load what was left, between two tokens; it is checked when no response is open."""
         with self._changed:
@@ -259,7 +285,8 @@ class Asynchronous:
                     while not self._stopped and step > self._step + self._ahead:
                         self._changed.wait()
                 try:
-                    drawn = self._drawn(step)
+                    with self._drawing:
+                        drawn = self._drawn(step)
                 except _Stopped:
                     raise
                 except BaseException as problem:
@@ -304,7 +331,8 @@ class Asynchronous:
             self._thread.join()
 
 
-def _load(desk: Desk, news: News) -> None:
+def load(desk: Desk, news: News) -> None:
+    """Give a sampler new weights, and see that it has them."""
     desk.sampler.load(news.weights, news.version)
     news.check(desk.sampler)
 
@@ -358,6 +386,10 @@ class Offline:
 
     def publish(self, news: News) -> None:
         """A store takes no weights."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Nothing is ever drawn."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to stop."""

@@ -25,7 +25,7 @@ from windage.llm.evaluate import evaluate
 from windage.llm.journal import Journal
 from windage.llm.learner import Outcome, Row
 from windage.llm.run import Run
-from windage.llm.sources import Synchronous, shuffled
+from windage.llm.sources import Synchronous, load, shuffled
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -287,7 +287,11 @@ def _evaluate(run: Run, files: Files | None, step: int) -> None:
     """Ask held-out questions, where that was asked for."""
     if not run.config.evaluate.every or run.desk is None or files is None:
         return
-    files.evaluate.write({"step": step, **evaluate(run.desk, run.config, step)})
+    with run.source.paused() as free:
+        desk = free or run.desk
+        load(desk, run.news())
+        found = evaluate(desk, run.config, step)
+    files.evaluate.write({"step": step, **found})
 
 
 def _save(run: Run, files: Files | None, step: int) -> None:
