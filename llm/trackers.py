@@ -2,7 +2,7 @@
 
 A tracker never stops a run: one that fails while it logs is named once on standard error and left
 alone from there on.  Nothing is sent anywhere unless the user's environment says so: W&B is offline
-without a key, trackio keeps its data on this machine.
+without a key, trackio keeps its data on this machine.  What they print goes to standard error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,23 +75,27 @@ def tracking(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> I
 def _started(name: str, folder: Path, config: Mapping[str, Any]) -> Iterator[Any]:
     """A tracker of accelerate's, finished at the end whatever happened."""
     try:
-        tracker = _tracker(name, folder, config)
-        tracker.start()
+        with redirect_stdout(sys.stderr):
+            tracker = _tracker(name, folder, config)
+            tracker.start()
     except Exception as problem:
         raise BadInput(f"tracker {name!r} does not start: {_words(problem)}") from problem
     try:
         yield tracker
     finally:
         try:
-            tracker.finish()
+            with redirect_stdout(sys.stderr):
+                tracker.finish()
         except Exception as problem:
             _tell(name, problem)
 
 
 def _tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Any:
     """accelerate's, set up to write under the run's folder."""
+    from accelerate import PartialState
     from accelerate import tracking as trackers
 
+    PartialState()
     if name == "tensorboard":
         return trackers.TensorBoardTracker("tensorboard", folder)
     if name == "wandb":
