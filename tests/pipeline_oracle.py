@@ -39,7 +39,7 @@ class Oracle:
 
     def __init__(self, p: Pipeline, steps: int, draws: Any) -> None:
         self.p, self.steps = p, steps
-        self.tokens, self.verdicts = draws.tokens, draws.verifier
+        self.tokens, self.paces, self.verdicts = draws.tokens, draws.pace, draws.verifier
         self.rewards, self.updates = draws.reward, draws.update
         self.env = simpy.Environment()
         self.version = self.arrived = self.weights = self.given_up = self.taken = 0
@@ -98,7 +98,7 @@ class Oracle:
     def write(self, r: Response) -> Iterator[Any]:
         """Read the prompt, write to the end or until time is up; go on under new weights."""
         wait = self.p.prompt_tokens * self.p.read_seconds
-        length, pace = self.tokens[r.number], self.p.token_seconds
+        length, pace = self.tokens[r.number], self.paces[r.number]
         up = r.born + min(self.p.drop_after, self.p.fail_after)
         while True:
             begin = self.env.now

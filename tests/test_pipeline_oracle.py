@@ -10,12 +10,13 @@ from pipeline_oracle import Oracle, table
 
 from windage.toy.pipeline import engine
 from windage.toy.pipeline import run as running
-from windage.toy.pipeline.laws import Empirical, Exponential, Lognormal
+from windage.toy.pipeline.laws import Empirical, Exponential, Lognormal, Observed
 from windage.toy.pipeline.run import simulate
 from windage.toy.pipeline.settings import MODES, Pipeline
 
 FREE = ("asynchronous", "in_flight", "in_flight_recompute")
 SEEDS = 100
+SEEN = Observed(*np.random.default_rng(3).lognormal(size=(3, 500)) * [[3.0], [3.0], [0.3]])
 
 
 def drawn(seed: int) -> Pipeline:
@@ -48,6 +49,7 @@ def drawn(seed: int) -> Pipeline:
         refill=size > 1 and bool(g.integers(2)),
         pass_rate=float(g.uniform(0.2, 0.8)),
         stretch=float(g.choice([1.0, 3.0])),
+        observed=SEEN if seed % 7 == 3 else None,
     )
 
 

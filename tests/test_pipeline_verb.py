@@ -17,6 +17,7 @@ from windage.analysis import report
 from windage.analysis.pipeline import document, figures, published, summary
 from windage.cli import main as frame
 from windage.cli import pipeline as verb
+from windage.toy.pipeline.laws import Observed
 from windage.toy.pipeline.run import simulate
 from windage.toy.pipeline.settings import MODES, Pipeline
 
@@ -37,7 +38,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_keys_are_the_settings() -> None:
     laws = {f"{law}_{part}" for law in document.OF_LAWS for part in ("law", "mean", "sigma")}
-    names = {field.name for field in fields(Pipeline)} - set(document.OF_LAWS)
+    names = {field.name for field in fields(Pipeline)} - {*document.OF_LAWS, "observed"}
     assert set(verb.KEYS) == names | laws
     assert tuple(MODES) == verb.MODES
     assert tuple(document.LAWS) == verb.LAWS
@@ -106,6 +107,69 @@ def test_observed_lengths(capsys: pytest.CaptureFixture[str], tmp_path: Path, en
     assert row["settings"]["tokens"].startswith("empirical(dump")
     assert row["length_generated"] == pytest.approx(400, rel=0.1)
     assert "nearest valid name: n;" in refusal(capsys, *given[:3], "nn")
+
+
+def seen_rows(tmp_path: Path, **changes: list[Any]) -> str:
+    """A dump of responses of 100 or 300 tokens; the long ones wrote faster."""
+    file = tmp_path / "dump.jsonl"
+    lengths = [100, 300] * 10
+    rows = [{"behavior_logp": [-1.0] * n, "elapsed": 9.0 if n == 100 else 13.0} for n in lengths]
+    for name, values in changes.items():
+        for row, value in zip(rows, values, strict=False):
+            row[name] = value
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_lengths_and_seconds_of_a_dump(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--mode", "synchronous", "--prompt-tokens", "0", "--sync-seconds", "0")
+    words = (*words, "--scoring-seconds", "0", "--update-mean", "1")
+    found = printed(capsys, *SMALL, *words, "--from", seen_rows(tmp_path))
+    row, told = found["rows"][0], found["observed"]
+    assert told == {
+        "rows": 20, "used": 20, "set_aside": {}, "source": str(tmp_path / "dump.jsonl"),
+        "seconds": "request to verdict, all of it in the slot",
+    }  # fmt: skip
+    # 32 responses in 16 slots: the slowest slot wrote two long ones.
+    assert row["step_seconds"] == pytest.approx(27, abs=0.2)
+    assert row["length_generated"] == pytest.approx(200, rel=0.1)
+    assert row["settings"]["tokens"] == "observed(dump.jsonl, 200)"
+    verdicts = seen_rows(tmp_path, verifier_seconds=[8.0, 1.0] * 10)
+    found = printed(capsys, *SMALL, *words, "--from", verdicts)
+    assert found["observed"]["seconds"] == "generation and verdict"
+    columns = np.array([[100.0, 1, 8], [300, 12, 1]] * 10).T
+    keys = {k[2:].replace("-", "_"): v for k, v in zip(words[::2], words[1::2], strict=True)}
+    keys = {k: float(v) if k != "mode" else v for k, v in keys.items()} | {"stretch": 1.0}
+    same = document.pipeline(
+        keys | {"slots": 16, "batch": 32, "group_size": 4}, Observed(*columns, "dump")
+    )
+    again = simulate(same, 30, np.random.default_rng(0))
+    assert found["rows"][0]["step_seconds"] == again.step_time < 27
+    assert set(again.responses["scored"] - again.responses["ended"]) <= {8.0, 1.0}
+    assert frame.main(["pipeline", *SMALL, *words, "--from", verdicts]) == 0
+    assert "Lengths of 20 of 20 responses" in capsys.readouterr().out
+
+
+def test_responses_without_seconds_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    some = seen_rows(tmp_path, elapsed=[None, None, None])
+    told = printed(capsys, *SMALL, "--from", some)["observed"]
+    assert told["used"] == 17 and told["set_aside"] == {"no seconds": 3}
+    never = seen_rows(tmp_path, elapsed=[None] * 20)
+    found = printed(capsys, *SMALL, "--from", never, "--token-seconds", "0.1")
+    assert found["observed"]["seconds"].startswith("none")
+    assert found["rows"][0]["settings"]["tokens"].startswith("empirical")
+    assert found["rows"][0]["settings"]["token_seconds"] == 0.1
+    some = seen_rows(tmp_path)
+    assert "token_seconds is set as well" in refusal(capsys, "--from", some, "--token-seconds", "1")
+    assert "verifier_mean is set" in refusal(capsys, "--from", some, "--sweep", "verifier-mean=1,2")
+    assert "tokens_mean is set" in refusal(capsys, "--from", some, "--tokens-mean", "5")
+    assert "both hold lengths" in refusal(capsys, "--from", some, "--lengths", some)
+    with open(some, "a") as file:
+        file.write('{"behavior_logp": [NaN], "elapsed": 1.0}\n')
+    told = printed(capsys, *SMALL, "--from", some)["observed"]
+    assert told["rows"] == 21 and sum(told["set_aside"].values()) == 1
 
 
 @pytest.mark.parametrize(

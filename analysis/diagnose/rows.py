@@ -40,6 +40,7 @@ class Row:
         raw: True: the log-probabilities are of the model before temperature, top-k and top-p;
             False: of the distribution that drew.
         elapsed: seconds from request to verdict.
+        verifier_seconds: what the verdict took of them.
         others: fields without a place here.
     """
 
@@ -69,6 +70,7 @@ class Row:
     top_k: int | None = None
     raw: bool | None = None
     elapsed: float | None = None
+    verifier_seconds: float | None = None
     others: dict[str, object] = field(default_factory=dict)
 
 

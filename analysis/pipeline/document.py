@@ -14,7 +14,7 @@ import numpy as np
 from windage.analysis.pipeline import published, summary
 from windage.analysis.workers import processors
 from windage.estimators.errors import BadInput
-from windage.toy.pipeline.laws import Empirical, Equal, Exponential, Law, Lognormal
+from windage.toy.pipeline.laws import Empirical, Equal, Exponential, Law, Lognormal, Observed
 from windage.toy.pipeline.run import Run, simulate
 from windage.toy.pipeline.settings import MODES, Pipeline
 
@@ -53,7 +53,7 @@ LAWS: dict[str, Callable[[float, float], Law]] = {
 OF_LAWS = ("tokens", "verifier", "update")
 
 
-def pipeline(keys: Keys, lengths: Empirical | None = None) -> Pipeline:
+def pipeline(keys: Keys, seen: Empirical | Observed | None = None) -> Pipeline:
     """Settings by their flat keys, the rest as in `DEFAULTS`."""
     chosen = {**DEFAULTS, **keys}
     laws: dict[str, Any] = {}
@@ -62,9 +62,9 @@ def pipeline(keys: Keys, lengths: Empirical | None = None) -> Pipeline:
         if mean == 0 and name != "tokens":
             law = "equal"
         laws[name] = LAWS[law](mean, sigma)
-    if lengths is not None:
-        laws["tokens"] = lengths
-    return Pipeline(**laws, **chosen)
+    if isinstance(seen, Empirical):
+        laws["tokens"] = seen
+    return Pipeline(**laws, **chosen, observed=seen if isinstance(seen, Observed) else None)
 
 
 def run(
@@ -73,7 +73,8 @@ def run(
     *,
     steps: int,
     seed: int,
-    lengths: Empirical | None = None,
+    seen: Empirical | Observed | None = None,
+    told: Mapping[str, Any] | None = None,
     with_published: bool = False,
     advance: Advance = lambda done, total: None,
 ) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def run(
         sweep: values by flat key; several make a grid.
         steps: commits a point.
         seed: the same for every point, so that all see the same responses.
-        lengths: observed lengths in place of the law of tokens.
+        seen: observed lengths in place of the law of tokens, or lengths and times of responses.
+        told: what was found where they were seen, for the document.
         with_published: add the published step times beside ours.
         advance: told how many points of how many are done.
 
@@ -97,7 +99,7 @@ def run(
     if not named:
         grid["mode"] = list(MODES)
     points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    made = [_made({**keys, **point}, lengths, refuse=named) for point in points]
+    made = [_made({**keys, **point}, seen, refuse=named) for point in points]
     if all(isinstance(p, str) for p in made):
         raise BadInput(str(made[0]))
     rows: list[dict[str, Any]] = []
@@ -115,6 +117,7 @@ def run(
         "modes": MODES,
         "sweep": grid,
         "settings": {**DEFAULTS, **keys},
+        "observed": told,
         "rows": rows,
         "pictures": pictures,
         "occupancy_residual": max(
@@ -128,10 +131,10 @@ def run(
     return {**document, "seconds": perf_counter() - begin}
 
 
-def _made(keys: Keys, lengths: Empirical | None, *, refuse: bool) -> Pipeline | str:
+def _made(keys: Keys, seen: Empirical | Observed | None, *, refuse: bool) -> Pipeline | str:
     """A pipeline, or why there is none in this mode."""
     try:
-        return pipeline(keys, lengths)
+        return pipeline(keys, seen)
     except BadInput as problem:
         if refuse:
             raise

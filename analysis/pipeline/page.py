@@ -112,9 +112,23 @@ def published_prose(published: Document) -> Iterator[str]:
         yield "Every prediction lies within 10 %."
 
 
+def seen(document: Document) -> Iterator[str]:
+    """Where lengths and times come from, if they were seen."""
+    told = document["observed"]
+    if told is None:
+        return
+    aside = "".join(f", {n} set aside ({why})" for why, n in told["set_aside"].items())
+    yield (
+        f"Lengths of {told['used']:,} of {told['rows']:,} responses of {told['source']}{aside}; "
+        f"seconds: {told['seconds']}. Responses are drawn one by one: what a prompt's responses "
+        "have in common is `stretch`, 1 unless set."
+    )
+
+
 def sections(document: Document) -> Iterator[Section]:
     """Table, figures, published figures."""
-    yield Section(title="The figures", prose=document["reading"], table=table(document))
+    prose = (*seen(document), *document["reading"])
+    yield Section(title="The figures", prose=prose, table=table(document))
     along = figures.sweep(document)
     if along is not None:
         yield Section(title="Along the sweep", figure=along)
@@ -156,7 +170,7 @@ def summary(document: Document) -> Rendered:
     """The table and what it says."""
     if "curve" in document:
         return curve_page.summary(document)
-    lines: Sequence[str] = document["reading"]
+    lines: Sequence[str] = [*seen(document), *document["reading"]]
     if document["published"] is not None:
         rows = [row for row in document["published"]["rows"] if row["role"] == "predicted"]
         good = sum(row["holds"] for row in rows)

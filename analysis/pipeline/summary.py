@@ -22,8 +22,12 @@ def settings(pipeline: Pipeline) -> Row:
     """The settings as a row holds them; limits that are off are None."""
     found: Row = {}
     for name, value in vars(pipeline).items():
-        if name in ("tokens", "verifier", "update"):
+        if pipeline.observed is not None and name in ("tokens", "token_seconds", "verifier"):
+            found[name] = str(pipeline.observed)
+        elif name in ("tokens", "verifier", "update"):
             found[name] = describe(value)
+        elif name == "observed":
+            continue
         else:
             found[name] = None if value == float("inf") else value
     return found

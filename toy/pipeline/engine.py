@@ -36,7 +36,6 @@ class Rules(NamedTuple):
     groups: int
     group_size: int
     barrier: int
-    token: float
     read: float
     prompt: float
     scoring: float
@@ -53,9 +52,13 @@ class Rules(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Everything random: a row a response in the order of starts, and the updates, a row a step."""
+    """Everything random: a row a response in the order of starts, and the updates, a row a step.
+
+    `pace` holds seconds a token.
+    """
 
     tokens: Array
+    pace: Array
     verifier: Array
     reward: Array
     update: Array
@@ -120,7 +123,7 @@ def loop(rules: Rules, draws: Draws, s: State) -> int:
     while c.version < rules.steps:
         take(rules, draws, s)
         if c.commit == c.now:
-            commit(rules, s)
+            commit(rules, draws, s)
             continue
         while c.running < rules.slots and room(rules, s):
             if c.started == len(draws.tokens):
@@ -136,10 +139,10 @@ def loop(rules: Rules, draws: Draws, s: State) -> int:
         if c.commit == INF and arrival == INF and event == INF:
             return 3
         if c.commit <= event and c.commit <= arrival:
-            commit(rules, s)
+            commit(rules, draws, s)
         elif arrival <= event:
             c.now = arrival
-            arrive(rules, s)
+            arrive(rules, draws, s)
         else:
             c.now = event
             if judged:
@@ -198,7 +201,7 @@ def start(rules: Rules, draws: Draws, s: State) -> None:
     r.ended = r.scored = INF
     r.tokens = 0.0
     r.since = now + rules.read * rules.prompt
-    r.finish = r.since + rules.token * draws.tokens[i]
+    r.finish = r.since + draws.pace[i] * draws.tokens[i]
     push(s.end_when, s.end_what, c.running, min(r.finish, now + rules.limit), i)
     c.started += 1
     c.running += 1
@@ -212,7 +215,7 @@ def end(rules: Rules, draws: Draws, s: State, i: int) -> None:
     r.ended = now
     cut = r.finish > now
     if cut:
-        r.tokens += max(0.0, now - r.since) / rules.token if rules.token else 0.0
+        r.tokens += max(0.0, now - r.since) / draws.pace[i] if draws.pace[i] else 0.0
     else:
         r.tokens = draws.tokens[i]
     if cut and not rules.cut_fails:
@@ -297,7 +300,7 @@ def take(rules: Rules, draws: Draws, s: State) -> None:
 
 
 @compiled
-def commit(rules: Rules, s: State) -> None:
+def commit(rules: Rules, draws: Draws, s: State) -> None:
     """A step ends; groups that are now too old leave the queue."""
     c = s.tally[0]
     step = s.steps[c.version]
@@ -317,11 +320,11 @@ def commit(rules: Rules, s: State) -> None:
                 keep += 1
         c.tail = keep
     if rules.sync == 0:
-        arrive(rules, s)
+        arrive(rules, draws, s)
 
 
 @compiled
-def arrive(rules: Rules, s: State) -> None:
+def arrive(rules: Rules, draws: Draws, s: State) -> None:
     """Weights reach the slots; in flight, running responses go on under them."""
     c = s.tally[0]
     c.arrived += 1
@@ -330,18 +333,18 @@ def arrive(rules: Rules, s: State) -> None:
     if not rules.in_flight or c.weights == before:
         return
     for place in range(c.running):
-        s.end_when[place] = switch(rules, s, s.end_what[place], before)
+        s.end_when[place] = switch(rules, draws, s, s.end_what[place], before)
     heapify(s.end_when, s.end_what, c.running)
 
 
 @compiled
-def switch(rules: Rules, s: State, i: int, before: int) -> float:
+def switch(rules: Rules, draws: Draws, s: State, i: int, before: int) -> float:
     """A running response goes on under new weights; gives the time of its end."""
     c, r = s.tally[0], s.responses[i]
     now = c.now
     written = 0.0
-    if rules.token > 0:
-        written = max(0.0, now - r.since) / rules.token
+    if draws.pace[i] > 0:
+        written = max(0.0, now - r.since) / draws.pace[i]
     remaining = r.finish - max(now, r.since)
     if written > 0:
         piece = s.pieces[c.pieces]

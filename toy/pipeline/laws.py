@@ -112,6 +112,59 @@ class Empirical:
         return self.values[generator.integers(len(self.values), size=size)]
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """Responses as they were seen: length, seconds in the slot and seconds of the verdict together.
+
+    Args:
+        tokens: lengths, above 0.
+        seconds: in the slot, a response each.
+        verifier: from there to the verdict.
+        source: where they come from, for tables.
+    """
+
+    tokens: NDArray[np.float64] = field(repr=False)
+    seconds: NDArray[np.float64] = field(repr=False)
+    verifier: NDArray[np.float64] = field(repr=False)
+    source: str = "values"
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.tokens), len(self.seconds), len(self.verifier)}
+        if len(sizes) > 1 or 0 in sizes:
+            raise BadInput(
+                f"{self.source}: {sorted(sizes)} values; allowed: as many of each, not 0"
+            )
+        for name in ("tokens", "seconds", "verifier"):
+            values = getattr(self, name)
+            fine = np.isfinite(values) & (values > 0 if name == "tokens" else values >= 0)
+            if not fine.all():
+                row = int(np.argmin(fine))
+                allowed = "above 0" if name == "tokens" else "0 or more"
+                raise BadInput(
+                    f"{self.source}: {name} of response {row} is {values[row]:g}; allowed: finite, "
+                    f"{allowed}"
+                )
+        if not self.seconds.sum() > 0:
+            raise BadInput(f"{self.source}: every response took 0 s; allowed: a mean above 0")
+
+    def draw(
+        self, generator: np.random.Generator, size: int
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Tokens, seconds a token and seconds of the verdict of responses picked with replacement.
+
+        Example:
+            >>> two = Observed(np.array([1.0, 4.0]), np.array([3.0, 2.0]), np.array([0.0, 5.0]))
+            >>> [column.tolist() for column in two.draw(np.random.default_rng(1), 3)]
+            [[1.0, 4.0, 4.0], [3.0, 0.5, 0.5], [0.0, 5.0, 5.0]]
+        """
+        rows = generator.integers(len(self.tokens), size=size)
+        return self.tokens[rows], (self.seconds / self.tokens)[rows], self.verifier[rows]
+
+    def __str__(self) -> str:
+        return f"observed({Path(self.source).name}, {self.tokens.mean():g})"
+
+
 def describe(law: Law) -> str:
     """A law in one word and its mean.
 

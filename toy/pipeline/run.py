@@ -183,7 +183,6 @@ def _rules(p: Pipeline, steps: int) -> engine.Rules:
         groups=p.batch // p.group_size,
         group_size=p.group_size,
         barrier={"synchronous": engine.SYNCHRONOUS, "overlap": engine.OVERLAP}.get(p.mode, 0),
-        token=float(p.token_seconds),
         read=float(p.read_seconds),
         prompt=float(p.prompt_tokens),
         scoring=float(p.scoring_seconds),
@@ -209,14 +208,24 @@ def _drawn(p: Pipeline, steps: int, generator: np.random.Generator) -> Iterator[
         size = groups * p.group_size
         hard = prompts.random(groups)
         right = np.repeat((1 - hard) ** (1 / p.pass_rate - 1), p.group_size)
-        tokens = p.tokens.draw(lengths, size)
+        tokens, pace, verifier = _responses(p, lengths, verdicts, size)
         if p.stretch != 1:
             tokens = tokens * np.repeat(stretched(hard, p.stretch), p.group_size)
         reward = (coins.random(size) < right).astype(np.int64)
-        return engine.Draws(tokens, p.verifier.draw(verdicts, size), reward, update), hard
+        return engine.Draws(tokens, pace, verifier, reward, update), hard
 
     while True:
         yield drawn
+
+
+def _responses(
+    p: Pipeline, lengths: np.random.Generator, verdicts: np.random.Generator, size: int
+) -> tuple[Floats, Floats, Floats]:
+    """Tokens, seconds a token and seconds of the verdict, each alone or together as observed."""
+    if p.observed is not None:
+        return p.observed.draw(lengths, size)
+    tokens, verifier = p.tokens.draw(lengths, size), p.verifier.draw(verdicts, size)
+    return tokens, np.full(size, float(p.token_seconds)), verifier
 
 
 def stretched(difficulty: Floats, ratio: float) -> Floats:
@@ -235,7 +244,7 @@ def _more(
 ) -> tuple[engine.Draws, Floats]:
     if before is None:
         return new
-    names = ("tokens", "verifier", "reward")
+    names = ("tokens", "pace", "verifier", "reward")
     rows = {n: np.concatenate((getattr(before[0], n), getattr(new[0], n))) for n in names}
     return engine.Draws(**rows, update=new[0].update), np.concatenate((before[1], new[1]))
 

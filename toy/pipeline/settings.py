@@ -7,7 +7,7 @@ from math import inf, isfinite
 from typing import final
 
 from windage.estimators.errors import BadInput, unknown, within
-from windage.toy.pipeline.laws import Equal, Law, Lognormal
+from windage.toy.pipeline.laws import Equal, Law, Lognormal, Observed
 
 MODES = {
     "synchronous": "write a batch, wait for all of it, update, send the weights, begin again",
@@ -46,6 +46,7 @@ class Pipeline:
         refill: drop groups whose rewards are all equal.
         pass_rate: mean probability of a right answer over prompts.
         stretch: mean length of the hardest prompt over that of the easiest.
+        observed: responses that were seen, in the place of `tokens`, `token_seconds`, `verifier`.
     """
 
     mode: str = "asynchronous"
@@ -69,6 +70,7 @@ class Pipeline:
     refill: bool = False
     pass_rate: float = 0.5
     stretch: float = 1.0
+    observed: Observed | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -102,7 +104,10 @@ class Pipeline:
             raise BadInput("max_lag is 0 in mode overlap, where every lag is 1; allowed: 1 or more")
         if self.pause_seconds and self.mode[:9] != "in_flight":
             raise BadInput(f"pause_seconds in mode {self.mode}; allowed: modes in_flight...")
-        if self.token_seconds * self.tokens.mean + self.prompt_tokens * self.read_seconds <= 0:
+        if (
+            self.observed is None
+            and self.token_seconds * self.tokens.mean + self.prompt_tokens * self.read_seconds <= 0
+        ):
             raise BadInput("responses take no time; allowed: a mean length and time above 0")
 
     @property

@@ -50,6 +50,7 @@ ONE: Mapping[str, Callable[[str, Any], Any]] = {
     "top_p": number,
     "top_k": integer,
     "elapsed": number,
+    "verifier_seconds": number,
 }
 MANY: Mapping[str, Callable[[str, Any], np.ndarray]] = {
     **dict.fromkeys(LOGPS, numbers),
