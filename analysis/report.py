@@ -27,9 +27,11 @@ PAGES = {
     "audit": "windage.analysis.audit.page",
     "choose": "windage.analysis.choose.page",
     "claims": "windage.analysis.claims.page",
+    "evaluate": "windage.analysis.evaluation",
     "learn": "windage.analysis.learning.page",
     "pipeline": "windage.analysis.pipeline.page",
     "study": "windage.analysis.studies.study_page",
+    "train": "windage.analysis.runs.page",
 }
 
 # Rows beyond which nobody reads a document by eye.

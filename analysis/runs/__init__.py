@@ -1,0 +1,1 @@
+"""Training runs, read from the folders that they write."""
