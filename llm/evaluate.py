@@ -8,6 +8,7 @@ beside another evaluation:
     rows        a figure each, of a model, or of the pair (`against`: second minus first)
     questions   a tally each
     histogram   questions by right answers
+    examples    some responses as they were
     figures     what each figure means
 """
 
@@ -44,6 +45,8 @@ FIGURES = {
     "finished_tokens": "tokens of a question's responses that ended by themselves",
 }
 WORDS = ("right", "format", "wrong", "invalid")
+# Of a side, and lists of their own in a document.
+PARTS = ("tallies", "examples")
 
 
 @final
@@ -96,6 +99,17 @@ class Tally:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class Example:
+    """A response as a person reads it, and what it came to."""
+
+    question: str
+    answer: str
+    response: str
+    verdict: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """One model's evaluation.
 
@@ -105,6 +119,7 @@ class Side:
         sampling: how responses were drawn.
         seconds: it took.
         tallies: by question.
+        examples: the first response to some questions.
     """
 
     model: str
@@ -115,6 +130,7 @@ class Side:
     sampling: Mapping[str, Any]
     seconds: float
     tallies: tuple[Tally, ...]
+    examples: tuple[Example, ...] = ()
 
     @property
     def samples(self) -> int:
@@ -146,6 +162,19 @@ def tally(drawn: Sequence[Drawn]) -> Tally:
         finished_tokens=sum(n for n, cut in lengths if not cut),
         votes=tuple(sorted(wrong.values(), reverse=True)),
     ).check()
+
+
+def examples(drawn: Sequence[Drawn], samples: int, most: int = 6) -> tuple[Example, ...]:
+    """The first response to each of the first questions."""
+    return tuple(
+        Example(
+            question=one.question.text,
+            answer=one.question.answer,
+            response=one.text,
+            verdict=one.verdict.word,
+        )
+        for one in drawn[: most * samples : samples]
+    )
 
 
 def asked(
@@ -304,7 +333,7 @@ def document(sides: Sequence[Side], ks: Sequence[int]) -> dict[str, Any]:
         "schema": SCHEMA,
         "k": ks,
         "models": [
-            {name: value for name, value in asdict(side).items() if name != "tallies"}
+            {name: value for name, value in asdict(side).items() if name not in PARTS}
             | {"questions": len(side.tallies), "samples": side.samples}
             for side in sides
         ],
@@ -312,6 +341,7 @@ def document(sides: Sequence[Side], ks: Sequence[int]) -> dict[str, Any]:
         "rows": rows,
         "histogram": [row for side in sides for row in _histogram(side)],
         "questions": [{"model": s.model, **asdict(t)} for s in sides for t in s.tallies],
+        "examples": [{"model": s.model, **asdict(e)} for s in sides for e in s.examples],
     }
 
 
@@ -341,22 +371,27 @@ def read(folder: Path) -> list[Side]:
     if schema != SCHEMA:
         raise BadInput(f"{str(path)!r} has the schema {schema!r}; allowed: {SCHEMA}")
     try:
-        return [_side(model, told["questions"]) for model in told["models"]]
+        return [_side(model, told) for model in told["models"]]
     except (KeyError, TypeError, AttributeError) as problem:
         raise BadInput(f"{str(path)!r} is damaged: {problem}; allowed: {allowed}") from None
     except BadInput as problem:
         raise BadInput(f"{str(path)!r} is damaged: {problem}") from None
 
 
-def _side(model: Mapping[str, Any], questions: Sequence[Mapping[str, Any]]) -> Side:
+def _side(model: Mapping[str, Any], told: Mapping[str, Any]) -> Side:
     """One model of a document, with its tallies."""
-    name = _kept(Side, model, "tallies")
-    tallies = tuple(_tally(row) for row in questions if row["model"] == model["model"])
+    name = model["model"]
+    tallies = tuple(_tally(row) for row in told["questions"] if row["model"] == name)
+    shown = [_kept(Example, row) for row in told["examples"] if row["model"] == name]
     if not tallies:
-        raise BadInput(f"model {model['model']!r} has no question")
+        raise BadInput(f"model {name!r} has no question")
     if len({t.samples for t in tallies}) > 1 or len({t.question for t in tallies}) < len(tallies):
-        raise BadInput(f"model {model['model']!r}: its questions have different samples or repeat")
-    return Side(**name, tallies=tallies)
+        raise BadInput(f"model {name!r}: its questions have different samples or repeat")
+    for example in shown:
+        if not all(isinstance(value, str) for value in example.values()):
+            raise BadInput("an example holds something else than text")
+    examples = tuple(Example(**example) for example in shown)
+    return Side(**_kept(Side, model, *PARTS), tallies=tallies, examples=examples)
 
 
 def _tally(row: Mapping[str, Any]) -> Tally:
@@ -369,6 +404,6 @@ def _tally(row: Mapping[str, Any]) -> Tally:
     return Tally(**found, votes=tuple(votes)).check()
 
 
-def _kept(kind: type, row: Mapping[str, Any], rest: str) -> dict[str, Any]:
-    """The fields of a record but one."""
-    return {field.name: row[field.name] for field in fields(kind) if field.name != rest}
+def _kept(kind: type, row: Mapping[str, Any], *rest: str) -> dict[str, Any]:
+    """The fields of a record but some."""
+    return {field.name: row[field.name] for field in fields(kind) if field.name not in rest}
