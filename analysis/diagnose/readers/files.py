@@ -54,7 +54,7 @@ def regular(root: Path, refuse: Refuse) -> list[Path]:
         BadInput: neither a file nor a folder.
     """
     if root.is_file():
-        return [root]
+        return [root] if root.stat().st_size else []
     if not root.is_dir():
         raise BadInput(f"{shown(root)} is no file and no folder; allowed: a dump")
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,18 @@ def _survey(path: Path, columns: Mapping[str, str] | None, refuse: Refuse) -> tu
     if len(found) > 1:
         raise BadInput(f"{shown(path)} holds dumps of {' and '.join(found)}; allowed: one of them")
     if not found:
-        raise _nothing(path, list(kinds.values()))
+        raise _nothing(path, kinds)
     name = found[0]
-    patterns = {_pattern(file) for file in files if kinds[file] == name}
-    own = [f for f in files if kinds[f] == name or (_damaged(kinds[f]) and _pattern(f) in patterns)]
+    fitting = [file for file in files if kinds[file] == name]
+    patterns = {_pattern(file) for file in fitting}
+    endings = {file.suffix for file in fitting}
+    own = [
+        file
+        for file in files
+        if kinds[file] == name
+        or (kinds[file] == UNREADABLE and file.suffix in endings)
+        or (kinds[file] == OTHER and _pattern(file) in patterns)
+    ]
     beside = [file for file in files if kinds[file] == TRACES and name == prime_rl.NAME]
     for file in sorted({*files} - {*own, *beside}):
         what = f"holds no rows of {name}; not read"
@@ -126,10 +134,6 @@ def _survey(path: Path, columns: Mapping[str, str] | None, refuse: Refuse) -> tu
 def _pattern(path: Path) -> str:
     """A path without numbers: the same for the parts of one dump."""
     return re.sub(r"\d+", "", str(path))
-
-
-def _damaged(kind: str) -> bool:
-    return kind in (UNREADABLE, OTHER)
 
 
 def _kind(path: Path) -> str:
@@ -180,19 +184,18 @@ def _bare(names: Mapping[str, Any]) -> str:
     return next((name for name, (keys, _) in BARE.items() if keys <= {*names}), OTHER)
 
 
-def _nothing(path: Path, kinds: Sequence[str]) -> BadInput:
+def _nothing(path: Path, kinds: Mapping[Path, str]) -> BadInput:
     """Why there is nothing to read."""
-    for kind in kinds:
+    for file, kind in kinds.items():
         if kind in CLOSED:
-            return BadInput(f"{shown(path)} is {CLOSED[kind]}")
+            return BadInput(f"{shown(file)} is {CLOSED[kind]}")
         if kind in BARE:
             what = f"a dump of {kind}, which holds {BARE[kind][1]} but no log-probabilities"
-            return BadInput(f"{shown(path)} is {what}; allowed: {', '.join(READERS)}")
-    if path.is_file():
-        fault = _first_fault(path)
+            return BadInput(f"{shown(file)} is {what}; allowed: {', '.join(READERS)}")
+        fault = _first_fault(file)
         if fault is not None:
             return BadInput(str(fault))
-    what = "is of no known format" if any(kind == OTHER for kind in kinds) else "holds no dump"
+    what = "is of no known format" if kinds else "holds no dump"
     return BadInput(f"{shown(path)} {what}; allowed: {', '.join(READERS)}, or a map of columns")
 
 

@@ -183,6 +183,8 @@ class Machine:
         if not isinstance(target, dict) or len(pairs) % 2:
             raise ValueError
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if isinstance(key, (Name, Unread)):
+                raise Fault("unsafe", f"holds {key.name}, which is not read")
             if type(key) not in KEYS:
                 raise ValueError
             target[key] = value

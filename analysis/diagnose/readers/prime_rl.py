@@ -71,7 +71,7 @@ def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
                 refuse(Rejected(where=where, reason="unfinished step", what=what))
             continue
         yield from kept(_parts(path, refuse), lambda w, part: _row(w, part, seen, traces), refuse)
-    yield from traces.left(refuse)
+    yield from traces.left(dump, refuse)
 
 
 def _parts(path: Path, refuse: Refuse) -> Iterator[tuple[str, Part]]:

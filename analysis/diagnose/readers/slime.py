@@ -152,6 +152,9 @@ def _found(root: Any) -> tuple[int | None, list[Any]]:
     """
     if not isinstance(root, dict):
         raise Fault("wrong type", f"holds {type(root).__name__}; allowed: a dump of slime")
+    for value in root.values():
+        if isinstance(value, (Unread, Name)):
+            raise Fault("unsafe", f"holds {value.name}, which is not read")
     step = integer("rollout_id", root.get("rollout_id"))
     samples = root.get("samples")
     if isinstance(samples, list):

@@ -71,12 +71,17 @@ class Traces:
             return {}, False
         return _per_token(told.pop(0), length), True
 
-    def left(self, refuse: Refuse) -> Iterator[Row]:
-        """The sequences that were generated and that no export has."""
-        remaining = {digest: len(told) for digest, told in self.found.items() if told}
-        if not remaining:
+    def left(self, dump: Dump, refuse: Refuse) -> Iterator[Row]:
+        """The sequences that were generated and that no export of their step has.
+
+        Of one rank's file alone that cannot be said, nor of a step without any export.
+        """
+        if dump.root.is_file():
             return
-        items = _branches(self.files, lambda fault: None)
+        exported = {path.parent.name for path in dump.files}
+        files = [path for path in self.files if not exported or exported & {*path.parts}]
+        remaining = {digest: len(told) for digest, told in self.found.items() if told}
+        items = _branches(files, lambda fault: None)
         yield from kept(_of_digests(items, remaining), _row, refuse)
 
 
