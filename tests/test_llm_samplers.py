@@ -88,10 +88,10 @@ def laws(model, prompt, ids, sampling):
     return np.stack([truncated(z, sampling) for z in rows])
 
 
-def assert_drawn_from(response, law):
+def assert_drawn_from(response, law, atol=1e-5):
     ids = response.ids.numpy()
     wanted = np.take_along_axis(law, ids[:, None], 1)[:, 0]
-    np.testing.assert_allclose(response.behavior_logp, wanted, atol=1e-5)
+    np.testing.assert_allclose(response.behavior_logp, wanted, rtol=0, atol=atol)
     if response.head_ids is None:
         return
     k = response.head_ids.shape[1]
@@ -100,7 +100,7 @@ def assert_drawn_from(response, law):
     possible = np.isfinite(best)
     width = order.shape[1]
     np.testing.assert_array_equal(response.head_ids[:, :width], np.where(possible, order, -1))
-    np.testing.assert_allclose(response.head_behavior_logp[:, :width], best, atol=1e-5)
+    np.testing.assert_allclose(response.head_behavior_logp[:, :width], best, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("kind", "tied"), KINDS)

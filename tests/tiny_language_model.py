@@ -39,7 +39,7 @@ def make(
         tied: whether the embedding is the output matrix as well.
         vocab: words and characters beside `SPECIAL`, which have the first ids: `<pad>` 0, `<end>`
             1, with which a response ends. A text loses everything else.
-        width: of the hidden states, in two heads.
+        width: of the hidden states, in two heads; vLLM on a CPU wants 64 or more.
         spread: standard deviation of the weights; 0.2 gives distributions far from uniform.
 
     Returns:

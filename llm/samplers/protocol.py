@@ -136,6 +136,15 @@ def checked(requests: Sequence[Request], longest: int, sampling: Sampling) -> No
             )
 
 
+def not_finite(place: tuple[int, int], position: int, version: int) -> SamplerFault:
+    """Say which response met logits that are no distribution."""
+    request, response = place
+    return SamplerFault(
+        f"the sampler returned a log-probability that is not finite: request {request}, response "
+        f"{response}, token {position}, weights of version {version}; allowed: finite logits"
+    )
+
+
 @runtime_checkable
 class Sampler(Protocol):
     """An engine that draws responses with weights that can be replaced."""

@@ -31,6 +31,7 @@ from windage.llm.samplers.protocol import (
     Sampling,
     Weights,
     checked,
+    not_finite,
 )
 
 
@@ -343,12 +344,3 @@ def _joined(waves: list[_Wave]) -> list[_Wave]:
         if not (kept and kept[0].join(wave)):
             kept.append(wave)
     return kept
-
-
-def not_finite(place: tuple[int, int], position: int, version: int) -> SamplerFault:
-    """Say which response met logits that are no distribution."""
-    request, response = place
-    return SamplerFault(
-        f"the sampler returned a log-probability that is not finite: request {request}, response "
-        f"{response}, token {position}, weights of version {version}; allowed: finite logits"
-    )
