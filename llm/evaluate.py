@@ -373,7 +373,8 @@ def read(folder: Path) -> list[Side]:
     try:
         return [_side(model, told) for model in told["models"]]
     except (KeyError, TypeError, AttributeError) as problem:
-        raise BadInput(f"{str(path)!r} is damaged: {problem}; allowed: {allowed}") from None
+        why = str(problem).partition("\n")[0]
+        raise BadInput(f"{str(path)!r} is damaged: {why}; allowed: {allowed}") from None
     except BadInput as problem:
         raise BadInput(f"{str(path)!r} is damaged: {problem}") from None
 
