@@ -4,10 +4,10 @@ The log-ratio of policy to sampler telescopes through policies in between,
 
     log(pi / mu) = sum over causes of log(q[i] / q[i - 1]),   q[0] = mu, q[n] = pi
 
-each q[i] with one cause undone that q[i - 1] has.  All are evaluated on the sampler's tokens, so that
-means over responses estimate expectations under the sampler.  With x[i] = log(q[i] / mu) and a
+each q[i] with one cause undone that q[i - 1] has.  All are evaluated on the sampler's tokens, so
+that means over responses estimate expectations under the sampler.  With x[i] = log(q[i] / mu) and a
 measure m of a log-ratio, the share of a cause is m(x[i]) - m(x[i - 1]): shares add up to the whole,
-and depend on the order in which causes are added.  Log-probabilities under every subset of the
+and depend on the order in which causes are undone.  Log-probabilities under every subset of the
 causes give the shares in every order: their mean is Shapley's, their extremes say how far the order
 matters.
 
