@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 from torch import Tensor
 
@@ -51,6 +51,7 @@ class News:
         return replace(self, weights=[(name, weight.clone()) for name, weight in self.weights])
 
 
+@runtime_checkable
 class Source(Protocol):
     """Rollout batches by step."""
 
