@@ -117,6 +117,8 @@ def flat(config: Mapping[str, Any], before: str = "") -> Iterator[str]:
 def of_run(document: Document, run: Row) -> Iterator[Section]:
     """What belongs to one run: shadows, card, samples, configuration."""
     name = run["name"]
+    if len(document["runs"]) > 1 and run["reading"]:
+        yield Section(title=f"{name}: what its figures say", prose=run["reading"])
     beside = shadows(document, name)
     if beside is not None:
         yield Section(title=f"{name}: what other recipes would have done", figure=beside)
@@ -156,18 +158,16 @@ def _heading(document: Document) -> str:
 
 def page(document: Document) -> Page:
     """One page for a run, or for several side by side."""
-    several = len(document["runs"]) > 1
-    intro = [
-        f"{run['name']}: {said}" if several else said
-        for run in document["runs"]
-        for said in run["reading"]
-    ]
+    runs = document["runs"]
+    intro = [f"{run['name']}: {run['reading'][0]}" for run in runs if run["reading"]]
+    if len(runs) == 1:
+        intro = runs[0]["reading"]
     return Page(
         title=f"Training: {_heading(document)}",
         intro=intro or ["No step was recorded."],
         sections=list(sections(document)),
         footer="Every figure's formula and unit: docs/metrics.md. Read from "
-        + ", ".join(run["folder"] for run in document["runs"])
+        + ", ".join(run["folder"] for run in runs)
         + ".",
     )
 

@@ -13,13 +13,13 @@ from typing import Any, final
 
 import numpy as np
 
-from windage.analysis.plots import FAMILIES, GRAY, Figure, Later, apt_scale, draw, lines, name_lines
+from windage.analysis.plots import FAMILIES, GRAY, Figure, Later, draw, lines, name_lines
 from windage.analysis.runs.reading import series
 
 Document = Mapping[str, Any]
 Records = Sequence[Mapping[str, Any]]
 COLORS = tuple(color for color, _ in FAMILIES.values())
-WIDTH, HEIGHT, MOST = 3.5, 2.7, 600
+WIDTH, HEIGHT, PLOT, MOST = 3.5, 2.7, 3.0, 600
 
 
 @final
@@ -31,20 +31,23 @@ class Panel:
         title: what is shown, with its unit.
         figure: of the records.
         beside: a second figure, dashed, and its name in the title.
-        share: of 1: the axis starts at 0 and ends at 1 at the most.
+        share: of 1: the axis starts at 0 and ends at 1 at the most, or starts higher where all
+            values are close to 1.
+        log: a log scale, on which values are averaged as well, where all are above 0.
     """
 
     title: str
     figure: str
     beside: str = ""
     share: bool = False
+    log: bool = False
 
 
 GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     "mismatch": (
         "How far the policy that trains is from the one that drew",
         (
-            Panel(title="mismatch k3, nats a token", figure="mismatch/k3"),
+            Panel(title="mismatch k3, nats a token", figure="mismatch/k3", log=True),
             Panel(
                 title="effective sample size, tokens\n(dashed: after truncation)",
                 figure="ratio/ess",
@@ -58,7 +61,7 @@ GROUPS: dict[str, tuple[str, tuple[Panel, ...]]] = {
         "How old the responses were, and how large the gradient",
         (
             Panel(title="lag in updates (dashed: largest)", figure="lag/mean", beside="lag/max"),
-            Panel(title="gradient norm before clipping", figure="update/gradient_norm"),
+            Panel(title="gradient norm before clipping", figure="update/gradient_norm", log=True),
             Panel(title="entropy, nats a token", figure="policy/entropy"),
         ),
     ),
@@ -122,14 +125,16 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float],
 
 
 def trace(
-    axes: Any, steps: Sequence[int], values: Sequence[float], color: str, **style: Any
+    axes: Any, steps: Sequence[int], values: Sequence[float], color: str, log: bool, style: Any
 ) -> None:
     """Values pale, their running mean in full."""
-    xs, ys = thinned(steps, values)
-    mean = thinned(steps, smooth(values))[1]
+    kept = np.log(values) if log else np.asarray(values)
+    xs, ys = thinned(steps, list(kept))
+    mean = thinned(steps, smooth(list(kept)))[1]
+    pale, full = (np.exp(v) if log else v for v in (ys, mean))
     if mean != ys:
-        axes.plot(xs, ys, color=color, lw=0.7, alpha=0.3)
-    axes.plot(xs, mean, color=color, lw=1.5, marker="o" if len(xs) == 1 else "", ms=3, **style)
+        axes.plot(xs, pale, color=color, lw=0.7, alpha=0.3)
+    axes.plot(xs, full, color=color, lw=1.5, marker="o" if len(xs) == 1 else "", ms=3, ls=style)
 
 
 def colors(document: Document) -> dict[str, str]:
@@ -137,16 +142,33 @@ def colors(document: Document) -> dict[str, str]:
     return {r["name"]: COLORS[n % len(COLORS)] for n, r in enumerate(document["runs"])}
 
 
-def _dress(axes: Any, title: str, share: bool, values: Sequence[float]) -> None:
-    axes.set_title(title)
+def _dress(axes: Any, panel: Panel, values: Sequence[float]) -> None:
+    """Title, and an axis that starts at 0 wherever it can."""
+    axes.set_title(panel.title)
     axes.set_xlabel("step")
     axes.margins(x=0.02)
-    if share:
-        axes.set_ylim(0, min(1.05, 1.15 * max([*values, 0.05])))
+    if panel.share:
+        low, high = min([*values, 1.0]), max([*values, 0.05])
+        floor = 1 - 1.4 * (1 - low) if 0.8 < low < 1 else 0.0
+        axes.set_ylim(floor, min(1 + 0.03 * (1 - floor), 1.15 * high))
+    elif _logged(panel, values):
+        _plain_log(axes)
     elif values and min(values) >= 0:
-        apt_scale(axes, "y", values)
-        if axes.get_yscale() == "linear":
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
+
+
+def _plain_log(axes: Any) -> None:
+    """A log scale with a few plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _logged(panel: Panel, values: Sequence[float]) -> bool:
+    return panel.log and bool(values) and min(values) > 0
 
 
 def _key(canvas: Any, document: Document) -> None:
@@ -165,15 +187,16 @@ def _key(canvas: Any, document: Document) -> None:
 def _paint(canvas: Any, document: Document, panels: Sequence[Panel]) -> Iterator[Later]:
     grid = canvas.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(grid, panels, strict=True):
-        shown: list[float] = []
-        for name, color in colors(document).items():
-            mine = records(document, name)
-            for figure, style in ((panel.figure, "-"), (panel.beside, (0, (4, 2)))):
-                steps, values = series(mine, figure)
-                if values:
-                    trace(axes, steps, values, color, ls=style)
-                    shown += values
-        _dress(axes, panel.title, panel.share, shown)
+        found = [
+            (*series(records(document, name), figure), color, style)
+            for name, color in colors(document).items()
+            for figure, style in ((panel.figure, "-"), (panel.beside, (0, (4, 2))))
+        ]
+        shown = [v for _, values, _, _ in found for v in values]
+        for steps, values, color, style in found:
+            if values:
+                trace(axes, steps, values, color, _logged(panel, shown), style)
+        _dress(axes, panel, shown)
     _key(canvas, document)
     yield from ()
 
@@ -204,7 +227,7 @@ def _learning(canvas: Any, document: Document, held: bool) -> Iterator[Later]:
         steps, values = series(records(document, name), "reward/mean")
         shown += values
         if values:
-            trace(grid[0], steps, values, color)
+            trace(grid[0], steps, values, color, False, "-")
         told = records(document, name, "evaluations")
         steps, values = series(told, "pass_at_1")
         if values and held:
@@ -212,7 +235,7 @@ def _learning(canvas: Any, document: Document, held: bool) -> Iterator[Later]:
             both = [r for r in told if {"pass_at_1_low", "pass_at_1_high"} <= set(r)]
             band = [[r[f"pass_at_1_{side}"] for r in both] for side in ("low", "high")]
             grid[1].fill_between([r["step"] for r in both], *band, color=color, alpha=0.15, lw=0)
-    _dress(grid[0], "mean reward of a step, training", False, shown)
+    _dress(grid[0], Panel(title="mean reward of a step, training", figure=""), shown)
     if held:
         grid[1].set_title("held-out pass@1")
         grid[1].set_xlabel("step")
@@ -257,8 +280,14 @@ def entries(found: Records) -> list[str]:
     return sorted(names, key=lambda name: name == "real")
 
 
+def _room(found: Records) -> float:
+    """Inches that the longest name takes beside the axes."""
+    return 0.15 + 0.065 * max(map(len, entries(found)))
+
+
 def _shadows(canvas: Any, found: Records, wanted: Sequence[tuple[str, str]]) -> Iterator[Later]:
-    canvas.get_layout_engine().set(rect=(0, 0, 0.9, 1))
+    inside = PLOT * len(wanted)
+    canvas.get_layout_engine().set(rect=(0, 0, inside / (inside + _room(found)), 1))
     grid = canvas.subplots(1, len(wanted), squeeze=False)[0]
     steps = sorted({int(row["step"]) for row in found})
     for axes, (figure, title) in zip(grid, wanted, strict=True):
@@ -273,7 +302,7 @@ def _shadows(canvas: Any, found: Records, wanted: Sequence[tuple[str, str]]) -> 
         kept = {n: v[keep] for n, v in drawn.items()}
         lines(axes, xs[keep], kept, markevery=max(1, len(xs[keep]) // 8))
         values = [v for line in drawn.values() for v in line if v is not None]
-        _dress(axes, title, figure == "clipped_mass", values)
+        _dress(axes, Panel(title=title, figure="", share=figure == "clipped_mass"), values)
         if figure == "cosine":
             axes.axhline(0, color=GRAY, lw=0.6, zorder=0)
             axes.set_ylim(min([-0.05, *values]), 1.05)
@@ -294,7 +323,7 @@ def shadows(document: Document, name: str) -> Figure | None:
     return draw(
         f"train-shadows-{number}",
         lambda canvas: _shadows(canvas, found, wanted),
-        size=(3.1 * len(wanted) + 1.0, HEIGHT),
+        size=(PLOT * len(wanted) + _room(found), HEIGHT),
         caption=f"Other recipes on the same forward passes of {name}, running means over a "
         "twentieth of the run; updates compared by the logits of each token.",
         alt="Cosine, length, clipped mass and signal to noise of shadow recipes by step.",

@@ -88,7 +88,8 @@ def _update(run: Run) -> Iterator[str]:
             )
     _, skipped = run.series("update/skipped")
     if skipped and skipped[-1]:
-        yield f"{skipped[-1]:.0f} updates were skipped, since a number was not finite."
+        count = f"{skipped[-1]:.0f} update{'s were' if skipped[-1] != 1 else ' was'}"
+        yield f"{count} skipped, since a number was not finite."
 
 
 def _responses(run: Run) -> Iterator[str]:
