@@ -9,20 +9,22 @@ import pytest
 import torch
 from checks import assert_apart, assert_close, refused
 from problem_strategies import entry, typical
-from tiny_model import Tiny, forward_of, gradient_of, logits_of, problem_of, row_of
+from tiny_model import forward_of, gradient_of, logits_of, problem_of, row_of, tiny
 from torch import Tensor
 
 from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.centering import top_k
 from windage.estimators.estimator import Estimator, coefficients
 from windage.estimators.member import use
+from windage.llm.models import Policy
 from windage.llm.rollouts import read, to_batch, write
 from windage.llm.update import Forward, accumulate, looks_ahead, micro_batches
 from windage.toy.exact.plan import exact, undefined
 from windage.toy.exact.tuples import accepted
 from windage.toy.problems import Problem, Tree
 
-RELATIVE = 1e-9
+# Normalization and rotary embedding of transformers are in single precision whatever the weights.
+RELATIVE = 1e-6
 NAMES = [name for name, e in CATALOGUE.items() if not undefined(e, typical(), 2)]
 
 
@@ -34,7 +36,7 @@ def claimed(name: str, what: str) -> bool:
 class Loop:
     """A model, its sampler, and every group of two responses as the store gives it back."""
 
-    model: Tiny
+    model: Policy
     problem: Problem
     rows: list[dict]
     chances: list[float]
@@ -91,7 +93,7 @@ class Loop:
 
 def loop(folder, *, vocab: int = 3, horizon: int = 2, on_policy: bool = False) -> Loop:
     tree = Tree(vocab, vocab - 1, horizon)
-    model, sampler, *others = (Tiny(vocab, 2 + horizon, seed=n) for n in range(4))
+    model, sampler, *others = (tiny(vocab, 2 + horizon, seed=n) for n in range(4))
     rewards = (torch.arange(tree.leaves) % 3 != 1).double()
     problem = problem_of(model, tree, rewards, model if on_policy else sampler, others)
     numbers, ids = tree.paths
@@ -177,7 +179,7 @@ def test_the_loop_closes_batch_by_batch(name, loops):
 def test_all_groups_in_one_batch_have_the_mean_of_each_alone(loops):
     found = loops(3, False)
     estimator = entry("starting_point", found.problem)
-    assert_close(found.mean(estimator), found.one_by_one(estimator))
+    assert_close(found.mean(estimator), found.one_by_one(estimator), relative=RELATIVE)
 
 
 def test_a_head_of_few_tokens_has_the_mean_of_its_engine(loops):
@@ -207,7 +209,7 @@ def some(found: Loop, count: int, size_: int) -> list[dict]:
     return [row | {"group_id": f"{n // size_}"} for n, row in enumerate(picked)]
 
 
-def gradient(name: str, rows: list[dict], parts, model: Tiny, dtype: torch.dtype) -> Tensor:
+def gradient(name: str, rows: list[dict], parts, model: Policy, dtype: torch.dtype) -> Tensor:
     """What a division of a batch accumulates."""
     batch = to_batch(rows, group_size=4, dtype=dtype)
     values = torch.where(batch.mask, 0.25, 0.0).to(dtype) if name == "ppo" else None
@@ -225,7 +227,7 @@ def gradient(name: str, rows: list[dict], parts, model: Tiny, dtype: torch.dtype
 )
 def test_the_size_of_micro_batches_does_not_matter(name, dtype, relative, loops):
     rows = some(loops(3, False), 16, 4)
-    model = Tiny(3, 4, seed=0).to(dtype)
+    model = tiny(3, 4, seed=0).to(dtype)
     whole = gradient(name, rows, lambda b: micro_batches(b, 99), model, dtype)
     assert whole.abs().max() > 0
     for size_ in (1, 7):
@@ -238,7 +240,7 @@ def test_the_size_of_micro_batches_does_not_matter(name, dtype, relative, loops)
 def test_an_estimate_made_part_by_part_would_be_noticed(loops):
     """A token mean over each part alone is another update."""
     rows = some(loops(3, False), 16, 4)
-    model, dtype = Tiny(3, 4, seed=0), torch.float64
+    model, dtype = tiny(3, 4, seed=0), torch.float64
     whole = gradient("dapo", rows, lambda b: micro_batches(b, 99), model, dtype)
     halves = [
         gradient("dapo", half, lambda b: micro_batches(b, 99), model, dtype) / 2
@@ -252,7 +254,7 @@ def test_one_pass_a_response_unless_ratios_are_coupled(name, loops):
     rows = some(loops(3, False), 8, 4)
     batch = to_batch(rows, group_size=4)
     batch = replace(batch, values=torch.zeros_like(batch.behavior_logp))
-    model = Tiny(3, 4, seed=0)
+    model = tiny(3, 4, seed=0)
     seen: list[int] = []
     inner = forward_of(model, batch, rows)
 
@@ -273,7 +275,7 @@ def test_coefficients_are_those_of_the_whole_batch_and_rejections_are_counted(lo
         for n, row in enumerate(some(loops(3, False), 16, 2))
     ]
     batch = to_batch(rows, group_size=2, current_version=9)
-    model = Tiny(3, 4, seed=0)
+    model = tiny(3, 4, seed=0)
     forward = forward_of(model, batch, rows)
     estimator = get("starting_point", length=2.0)
     update = accumulate(estimator, batch, forward, micro_batches(batch, 5))
@@ -296,7 +298,7 @@ def test_coefficients_are_those_of_the_whole_batch_and_rejections_are_counted(lo
 def test_parts_that_leave_out_or_repeat_a_response_are_refused(loops):
     rows = loops(3, False).rows[:4]
     batch = to_batch(rows, group_size=2)
-    forward = forward_of(Tiny(3, 4, seed=0), batch, rows)
+    forward = forward_of(tiny(3, 4, seed=0), batch, rows)
     for parts in ([[0, 1], [3]], [[0, 1], [1, 2, 3]], []):
         with refused("parts; allowed: 1"):
             accumulate(get("rloo"), batch, forward, [torch.tensor(p) for p in parts])
@@ -305,7 +307,7 @@ def test_parts_that_leave_out_or_repeat_a_response_are_refused(loops):
 def test_what_is_not_finite_is_named_before_anything_is_accumulated(loops):
     rows = loops(3, False).rows[:4]
     batch = to_batch(rows, group_size=2)
-    model = Tiny(3, 4, seed=0)
+    model = tiny(3, 4, seed=0)
     inner = forward_of(model, batch, rows)
 
     def spoiled(which: Tensor) -> Forward:

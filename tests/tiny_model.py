@@ -5,42 +5,41 @@ It shares no code with the toy engines but their description of the problem.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from windage.estimators.batch import Batch
-from windage.llm.logprobs import log_probs
-from windage.llm.update import Forward
+from windage.llm.models import Policy
+from windage.llm.passes import Responses
+from windage.llm.update import Pass
 from windage.toy.problems import Problem, Tree, make
 
 PROMPT = (1, 0)
 
 
-class Tiny(nn.Module):
-    """One head of causal attention, one hidden layer, and the embedding as output matrix."""
-
-    def __init__(self, vocab: int, longest: int, width: int = 6, *, seed: int) -> None:
-        super().__init__()
-        g = torch.Generator().manual_seed(seed)
-
-        def drawn(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(*shape, generator=g, dtype=torch.float64) / 1.5)
-
-        self.embedding, self.places = drawn(vocab, width), drawn(longest, width)
-        self.attend, self.up, self.down = drawn(3, width, width), drawn(width, 9), drawn(9, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states `[R L D]` of sequences `[R L]`."""
-        x = self.embedding[tokens] + self.places[: tokens.shape[1]]
-        q, k, v = (x @ w for w in self.attend)
-        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = (q @ k.mT / math.sqrt(x.shape[-1])).masked_fill(later, -math.inf)
-        x = x + scores.softmax(-1) @ v
-        return x + (x @ self.up).tanh() @ self.down
+def tiny(vocab: int, longest: int, *, seed: int) -> Policy:
+    """One layer of two heads in double precision, the embedding as output matrix."""
+    settings = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=longest,
+        tie_word_embeddings=True,
+        initializer_range=0.7,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Policy(LlamaForCausalLM(settings).double())
 
 
 def prefixes(tree: Tree) -> list[list[int]]:
@@ -54,13 +53,13 @@ def prefixes(tree: Tree) -> list[list[int]]:
     return [found[n] for n in range(tree.prefixes)]
 
 
-def logits_of(model: Tiny, tree: Tree) -> Tensor:
+def logits_of(model: Policy, tree: Tree) -> Tensor:
     """Logits `[N V]` after the prompt and each prefix, differentiable."""
-    rows = [model(torch.tensor([[*PROMPT, *ids]]))[0, -1] for ids in prefixes(tree)]
-    return torch.stack(rows) @ model.embedding.T
+    rows = [torch.tensor([[*PROMPT, *ids]]) for ids in prefixes(tree)]
+    return torch.stack([model.model(ids, use_cache=False).logits[0, -1] for ids in rows])
 
 
-def problem_of(model: Tiny, tree: Tree, rewards: Tensor, sampler: Tiny, others: Any) -> Problem:
+def problem_of(model: Policy, tree: Tree, rewards: Tensor, sampler: Policy, others: Any) -> Problem:
     """The tabular problem whose logits are the model's.
 
     Args:
@@ -114,33 +113,13 @@ def row_of(problem: Problem, leaf: int, name: str, group: str) -> dict[str, Any]
     }
 
 
-def forward_of(model: Tiny, batch: Batch, rows: list[dict[str, Any]]):
-    """The pass of a trainer: pad, run the model, and read the tokens through the chunked pass."""
-
-    def forward(which: Tensor) -> Forward:
-        picked = [rows[n] for n in batch.row_index.flatten()[which].tolist()]
-        sequences = [[*row["prompt_ids"], *row["response_ids"]] for row in picked]
-        width = batch.mask.shape[-1]
-        tokens = torch.zeros((len(picked), len(PROMPT) + width), dtype=torch.long)
-        real = torch.zeros((len(picked), width), dtype=torch.bool)
-        for r, ids in enumerate(sequences):
-            tokens[r, : len(ids)] = torch.tensor(ids)
-            real[r, : len(ids) - len(PROMPT)] = True
-        hidden = model(tokens[:, :-1])[:, len(PROMPT) - 1 :][real]
-        head = batch.head_ids.flatten(0, 1)[which][real]
-        targets = tokens[:, len(PROMPT) :][real]
-        found = log_probs(hidden, model.embedding, targets, head, tokens=3, vocabulary=2)
-        k = head.shape[-1]
-        logp = hidden.new_zeros(real.shape).masked_scatter(real, found.logp)
-        square = hidden.new_zeros(real.shape).masked_scatter(real, found.probability_square)
-        wide = real.unsqueeze(-1).expand(*real.shape, k)
-        heads = hidden.new_zeros((*real.shape, k)).masked_scatter(wide, found.head_logp)
-        return Forward(logp=logp, head_logp=heads, probability_square=square)
-
-    return forward
+def forward_of(model: Policy, batch: Batch, rows: list[dict[str, Any]]) -> Pass:
+    """The trainer's pass over rows of the store."""
+    responses = Responses(rows, batch, temperature=1.0, device=torch.device("cpu"))
+    return responses.through(model)
 
 
-def gradient_of(model: nn.Module) -> Tensor:
+def gradient_of(model: Policy) -> Tensor:
     """The gradient of all parameters as one vector; takes it away from them."""
     parts = [
         p.grad.flatten() if p.grad is not None else p.new_zeros(p.numel())
