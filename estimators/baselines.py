@@ -2,8 +2,10 @@
 
 The constant b that makes the variance of (r - b) S least is E[|S|^2 r] / E[|S|^2], with S the score
 of the response.  Members here put a proxy for |S|^2 in its place: the length, or the sum over
-tokens of the squared norm of the score by the logits, 1 - 2 pi + sum of pi^2.  The optimum itself
-needs the moments of a problem: `windage.toy.exact.optimum.optimal_baseline`.
+tokens of the squared norm of the score by the logits, 1 - 2 pi + sum of pi^2; for the response as a
+whole, or for each position up to there.  The optimum itself needs the moments of a problem:
+`windage.toy.exact.optimum.optimal_baseline`; `windage.analysis.studies.baselines` says how much of
+the possible each of them reaches.
 
 Differences:
     1. As published the baseline holds the response itself, which turns the direction; the siblings
@@ -25,19 +27,16 @@ from windage.estimators.batch import promote
 from windage.estimators.member import declare
 
 
-def _from_weighted(rewards: Tensor, present: Tensor, lengths: Tensor, *, own: bool) -> Tensor:
-    """Reward minus the mean weighted by length, with or without the response's own part."""
+def _from_weighted(rewards: Tensor, present: Tensor, weights: Tensor, *, own: bool) -> Tensor:
+    """Reward minus the weighted mean, with or without the response's own part."""
     centered, count = from_mean(rewards, present)
-    lengths = torch.where(present, lengths, 0).to(centered.dtype)
-    total = lengths.sum(-1, keepdim=True)
-    paid = (lengths * centered).sum(-1, keepdim=True)
-    if own:
-        baseline = paid / torch.where(total > 0, total, 1.0)
-    else:
-        rest = total - lengths
-        plain = -centered / (count - 1).clamp(min=1)
-        weighted = (paid - lengths * centered) / torch.where(rest > 0, rest, 1.0)
-        baseline = torch.where(rest > 0, weighted, plain)
+    weights = torch.where(present, weights, 0).to(centered.dtype)
+    size = weights.shape[-1]
+    who = torch.ones(size, size, dtype=weights.dtype, device=weights.device)
+    who = who if own else who.fill_diagonal_(0.0)  # a difference of sums would leave rounding
+    total, paid = weights @ who, (weights * centered) @ who
+    plain = torch.zeros_like(centered) if own else -centered / (count - 1).clamp(min=1)
+    baseline = torch.where(total > 0, paid / torch.where(total > 0, total, 1.0), plain)
     return torch.where(present & (count > 1), centered - baseline, 0.0)
 
 
@@ -104,12 +103,106 @@ def length_weighted_apart(
     return _from_weighted(rewards, present, lengths, own=False)
 
 
+def score_norm(logp: Tensor, probability_square: Tensor) -> Tensor:
+    """Squared norm of a token's score by the logits that drew it.
+
+        |onehot(y) - pi|^2 = 1 - 2 pi(y) + sum over v of pi(v)^2
+
+    Example:
+        >>> score_norm(torch.tensor([0.5]).log(), torch.tensor([0.5]))
+        tensor([0.5000])
+    """
+    return (1 - 2 * promote(logp).exp() + promote(probability_square)).clamp(min=0)
+
+
+def _of_scores(logp: Tensor, probability_square: Tensor, mask: Tensor) -> Tensor:
+    """Squared score norms of responses, tokens added up."""
+    return torch.where(mask, score_norm(logp, probability_square), 0.0).sum(-1)
+
+
+@declare("group", "rewards", "present", "logp", "probability_square", "mask")
+def score_weighted(
+    rewards: Float[Tensor, "*batch P G"],
+    present: Bool[Tensor, "*batch P G"],
+    logp: Float[Tensor, "*batch P G T"],
+    probability_square: Float[Tensor, "*batch P G T"],
+    mask: Bool[Tensor, "*batch P G T"],
+) -> Float[Tensor, "*batch P G"]:
+    """Subtract the group's mean reward weighted by the squared norm of the score.
+
+        A[p, g] = r[p, g] - sum(W[p, h] r[p, h] for h) / sum(W[p, h] for h)
+        W[p, h] = sum over t of (1 - 2 pi(y[h, t]) + sum over v of pi(v)^2)
+
+    Claims:
+        As the group grows, the least variance over constants where each prefix has logits of its
+        own: W is |S|^2 there.  With shared parameters it leaves out products of tokens.
+        Biased on-policy: the baseline holds the response itself.
+
+    Args:
+        rewards: one scalar a response; a row holds independent responses of one prompt.
+        present: False where a group is incomplete.
+        logp: of the sampled tokens, under the policy.
+        probability_square: sum of squared probabilities of all tokens at each position.
+        mask: trainable tokens.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> logp, ones = torch.tensor([[[0.5], [0.25]]]).log(), torch.ones(1, 2, 1)
+        >>> score_weighted(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]), logp,
+        ...                ones * 0.375, ones.bool())
+        tensor([[ 0.7000, -0.3000]])
+
+    References:
+        Greensmith et al., 2004; arXiv:2602.07078 for the sum of squares.
+    """
+    weights = _of_scores(logp, probability_square, mask)
+    return _from_weighted(rewards, present, weights, own=True)
+
+
+@declare("group", "rewards", "present", "logp", "probability_square", "mask")
+def score_weighted_apart(
+    rewards: Float[Tensor, "*batch P G"],
+    present: Bool[Tensor, "*batch P G"],
+    logp: Float[Tensor, "*batch P G T"],
+    probability_square: Float[Tensor, "*batch P G T"],
+    mask: Bool[Tensor, "*batch P G T"],
+) -> Float[Tensor, "*batch P G"]:
+    """`score_weighted` with the other responses' rewards only.
+
+        A[p, g] = r[p, g] - sum(W[p, h] r[p, h] for h != g) / sum(W[p, h] for h != g)
+
+    Claims:
+        Unbiased on-policy: the baseline of a response does not depend on it.
+        Equal weights: `leave_one_out`.
+
+    Args:
+        rewards: one scalar a response; a row holds independent responses of one prompt.
+        present: False where a group is incomplete.
+        logp: of the sampled tokens, under the policy.
+        probability_square: sum of squared probabilities of all tokens at each position.
+        mask: trainable tokens.
+
+    Raises:
+        ValueError: groups of one response.
+
+    Example:
+        >>> logp, ones = torch.tensor([[[0.5], [0.25]]]).log(), torch.ones(1, 2, 1)
+        >>> score_weighted_apart(torch.tensor([[1.0, 0.0]]), torch.tensor([[True, True]]), logp,
+        ...                      ones * 0.375, ones.bool())
+        tensor([[ 1., -1.]])
+    """
+    weights = _of_scores(logp, probability_square, mask)
+    return _from_weighted(rewards, present, weights, own=False)
+
+
 def _from_tokens(
     token_rewards: Tensor, logp: Tensor, probability_square: Tensor, mask: Tensor, *, own: bool
 ) -> Tensor:
     """Return-to-go minus the baseline of the token's position among the trainable tokens."""
     returns = returns_to_go(token_rewards, mask)
-    norm = 1 - 2 * promote(logp).exp() + promote(probability_square)
+    norm = score_norm(logp, probability_square)
     energy = torch.where(mask, norm, 0.0).to(returns.dtype).cumsum(-1)
     place = (mask.cumsum(-1) - 1).clamp(min=0)
 

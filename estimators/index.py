@@ -48,6 +48,8 @@ SETTINGS |= {
     "prompt_mean": ("cap",),
     "opo": (),
     "opo_leave_one_out": (),
+    "score_weighted": (),
+    "score_weighted_leave_one_out": (),
     "optimal_token_baseline": (),
     "optimal_token_baseline_leave_one_out": (),
     "off_policy_reinforce": ("baseline",),

@@ -19,6 +19,8 @@ from windage.estimators.aggregation import prompt_mean, sequence_mean, token_mea
 from windage.estimators.baselines import (
     length_weighted,
     length_weighted_apart,
+    score_weighted,
+    score_weighted_apart,
     token_weighted,
     token_weighted_apart,
 )
@@ -46,6 +48,7 @@ from windage.estimators.whitening import decoupled_std, whitened_group_mean, whi
 PLUS_PLUS = "Hu et al., 2025, arXiv:2501.03262"
 MAXRL_PAPER = "Tajwar et al., 2026, arXiv:2602.02710"
 PKPO_PAPER = "Walder and Karkhanis, 2025, arXiv:2505.15201"
+SCORE_BASELINE = "Greensmith et al., 2004, with the proxy of arXiv:2602.07078"
 TOKEN_BASELINE = "optimal token baseline, 2026, arXiv:2602.07078"
 CLIP = (Correction(map=use(clip)),)
 SUBSETS = (
@@ -182,6 +185,22 @@ COMPOSED = (
         ("1. The response's own reward is left out of its baseline: unbiased.",),
     ),
     _plain(
+        "score_weighted",
+        use(score_weighted),
+        SCORE_BASELINE,
+        (
+            "1. The response's own reward is in its baseline: biased.",
+            "2. |S|^2 is the sum over tokens of 1 - 2 pi + sum of pi^2: exact where each prefix "
+            "has logits of its own, a proxy for a network.",
+        ),
+    ),
+    _plain(
+        "score_weighted_leave_one_out",
+        use(score_weighted_apart),
+        SCORE_BASELINE,
+        ("1. The response's own reward is left out of its baseline: unbiased.",),
+    ),
+    _plain(
         "optimal_token_baseline",
         use(token_weighted),
         TOKEN_BASELINE,
@@ -313,6 +332,8 @@ DECLARED: dict[str, tuple[Claim, ...]] = {
     ),
     "opo": _unweighted(*_ALONE, *_UNMOVED),
     "opo_leave_one_out": _unbiased(*_UNMOVED),
+    "score_weighted": _unweighted(*_ALONE, *_UNMOVED),
+    "score_weighted_leave_one_out": _unbiased(*_UNMOVED),
     "optimal_token_baseline": _unweighted(*_ALONE, *_UNMOVED),
     "optimal_token_baseline_leave_one_out": _unbiased(),
     "off_policy_reinforce": (

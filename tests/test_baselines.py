@@ -21,6 +21,9 @@ from windage.estimators.advantage import leave_one_out
 from windage.estimators.baselines import (
     length_weighted,
     length_weighted_apart,
+    score_norm,
+    score_weighted,
+    score_weighted_apart,
     token_weighted,
     token_weighted_apart,
 )
@@ -29,7 +32,11 @@ from windage.toy.exact.moments import Undefined
 from windage.toy.exact.optimum import optimal_baseline
 from windage.toy.problems import difficulties, token_tree
 
-LENGTHS = ("opo_leave_one_out", "optimal_token_baseline_leave_one_out")
+LENGTHS = (
+    "opo_leave_one_out",
+    "optimal_token_baseline_leave_one_out",
+    "score_weighted_leave_one_out",
+)
 groups = st.integers(2, 5).flatmap(
     lambda g: st.tuples(numbers(1, g), booleans(1, g), numbers(1, g, low=0.0, high=3.0))
 )
@@ -45,7 +52,7 @@ def test_what_leaves_the_response_out_is_unbiased(problem, group_size):
         assert_unbiased(get(name), problem, group_size)
 
 
-@pytest.mark.parametrize("name", ["opo", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", ["opo", "score_weighted", "optimal_token_baseline"])
 def test_what_holds_the_response_is_biased_in_direction(name):
     assert_biased(get(name), token_tree(3), 2, at_least=1e-2)
     mean = moments(get(name), token_tree(3), 2).mean
@@ -83,6 +90,52 @@ def test_equal_lengths_give_leave_one_out(rewards, length):
     present, lengths = torch.ones(2, 4).bool(), torch.full((2, 4), length)
     assert_close(length_weighted_apart(rewards, present, lengths), leave_one_out(rewards))
     assert_close(length_weighted(rewards, present, lengths), 0.75 * leave_one_out(rewards))
+
+
+@settings(max_examples=30)
+@given(batches(prompts=(1, 2), sizes=(2, 4)))
+def test_by_score_by_hand(batch):
+    for name, own in (("score_weighted", True), (LENGTHS[2], False)):
+        found = get(name)(batch).terms.advantages
+        for p, g in torch.cartesian_prod(*map(torch.arange, batch.rewards.shape)).tolist():
+            there = [h for h in range(batch.rewards.shape[1]) if batch.present[p, h]]
+            if g not in there or len(there) < 2:
+                assert not found[p, g].any()
+                continue
+            keep = batch.mask[p].nonzero().tolist()
+            norms = {h: 0.0 for h in there}
+            for h, t in keep:
+                if h in norms:
+                    pi = float(batch.logp[p, h, t].exp())
+                    norms[h] += max(0.0, 1 - 2 * pi + float(batch.probability_square[p, h, t]))
+            others = [h for h in there if own or h != g]
+            total = sum(norms[h] for h in others)
+            r = {h: float(batch.rewards[p, h]) for h in there}
+            if total > 1e-6:
+                b = sum(norms[h] * r[h] for h in others) / total
+                assert_close(found[p, g].flatten()[0], r[g] - b, relative=1e-8)
+
+
+def test_scores_of_equal_size_give_leave_one_out():
+    rewards = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    present = torch.ones(2, 4).bool()
+    mask = torch.tensor([True, True, False]).expand(2, 4, 3)
+    logp, square = torch.full((2, 4, 3), -0.7), torch.full((2, 4, 3), 0.4)
+    whole = leave_one_out(rewards)
+    assert_close(score_weighted_apart(rewards, present, logp, square, mask), whole, relative=1e-6)
+    assert_close(score_weighted(rewards, present, logp, square, mask), 0.75 * whole, relative=1e-6)
+    certain = torch.zeros_like(logp)
+    found = score_weighted_apart(rewards, present, certain, torch.ones_like(logp), mask)
+    assert_close(found, whole)
+
+
+def test_the_score_norm_is_that_of_the_scores():
+    problem = token_tree(3)
+    one = torch.nn.functional.one_hot(torch.arange(3), 3).double()
+    pi = problem.logp[0].exp().unsqueeze(1)
+    truth = (one - pi).square().sum(-1)
+    square = problem.logp[0].exp().square().sum(-1, keepdim=True).expand(-1, 3)
+    assert_close(score_norm(problem.logp[0], square), truth)
 
 
 def by_token(batch, p, g, *, own):

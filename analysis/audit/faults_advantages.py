@@ -152,6 +152,24 @@ def opo_own_part_kept() -> Subject:
     return _with("opo_leave_one_out", wrong)
 
 
+def score_weights_left_out() -> Subject:
+    """The baseline weighted by score norms leaves them out."""
+
+    def wrong(rewards: Tensor, present: Tensor, *others: Tensor) -> Tensor:
+        return advantage.leave_one_out(rewards, present)
+
+    return _with("score_weighted", wrong)
+
+
+def score_own_part_kept() -> Subject:
+    """The leave-one-out form of the score-weighted baseline holds the response itself."""
+
+    def wrong(rewards: Tensor, present: Tensor, *others: Tensor) -> Tensor:
+        return baselines.score_weighted(rewards, present, *others)
+
+    return _with("score_weighted_leave_one_out", wrong)
+
+
 def _by_columns(own: bool) -> Callable[..., Tensor]:
     right = baselines.token_weighted if own else baselines.token_weighted_apart
 
@@ -246,6 +264,8 @@ ADVANTAGES: dict[str, tuple[Callable[[], Subject], ...]] = {
         lead_over_std,
         opo_of_counts,
         opo_own_part_kept,
+        score_weights_left_out,
+        score_own_part_kept,
         positions_by_column,
         token_own_part_kept,
         lambda_of_width,
