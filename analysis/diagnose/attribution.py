@@ -187,7 +187,7 @@ class Attribution:
             determined(
                 "passes",
                 name,
-                figure(sums, lambda s, n=name: (s[n] - s[f"{n}_before"]) / s["tokens"]),
+                figure(sums, later(name)),
                 sums,
                 how,
             )
@@ -239,6 +239,11 @@ def youngest(name: str) -> Callable[[Sum], np.ndarray]:
 def older(name: str) -> Callable[[Sum], np.ndarray]:
     """What all tokens have beyond the young ones, a token."""
     return lambda s: s[name] / s["tokens"] - s[f"{name}_young"] / s["tokens_young"]
+
+
+def later(name: str) -> Callable[[Sum], np.ndarray]:
+    """What the latest log-probabilities add to those before the update, a token."""
+    return lambda s: (s[name] - s[f"{name}_before"]) / s["tokens"]
 
 
 def after(name: str) -> Callable[[Sum], np.ndarray]:
