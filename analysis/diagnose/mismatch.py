@@ -18,7 +18,7 @@ from torch import Tensor
 from windage.analysis.diagnose.blocks import Block, group_name, policy
 from windage.analysis.diagnose.evidence import LAGS, PLACES, lag_bin, place_bin
 from windage.analysis.diagnose.rows import Row
-from windage.analysis.diagnose.sums import BUCKETS, Figure, Sums, bucket
+from windage.analysis.diagnose.sums import BUCKETS, Figure, Sums, bucket, jackknife
 from windage.analysis.diagnose.tails import Tail
 from windage.estimators.batch import Batch
 from windage.estimators.metrics import METRICS, NAMES, Metric
@@ -72,16 +72,14 @@ class Kept:
     def figures(self, metrics: tuple[Metric, ...] = METRICS) -> dict[str, Figure]:
         """Metrics that the sums can tell; extremes have no standard error."""
         whole, filled = self.whole(), self.filled
-        left = [self.whole(number) for number in filled] if len(filled) >= 4 else []
+        left = {number: self.whole(number) for number in filled}
         found = {}
         for metric in metrics:
             value = metric.of(whole)
             if value is not None:
                 sharp = any(key.startswith("max/") for key in metric.keys)
-                parts = [] if sharp else [metric.of(sums) for sums in left]
-                found[metric.name] = Figure(
-                    value=value, error=jackknife(parts), buckets=len(filled)
-                )
+                parts = {} if sharp else {n: metric.of(sums) for n, sums in left.items()}
+                found[metric.name] = jackknife(value, parts)
         return found
 
 
@@ -89,20 +87,6 @@ def _joined(key: str, parts: np.ndarray) -> np.ndarray:
     if key.startswith("sum/"):
         return parts.sum(0)
     return parts.max(0) if key.startswith("max/") else np.logaddexp.reduce(parts, axis=0)
-
-
-def jackknife(left: list[float | None]) -> float | None:
-    """Standard error of a figure from its values with one part left out at a time.
-
-    Example:
-        >>> round(jackknife([2.0, 4.0, 2.0, 4.0]), 6) == round(3 ** 0.5, 6)
-        True
-    """
-    values = [value for value in left if value is not None and math.isfinite(value)]
-    if not left or len(values) < len(left):
-        return None
-    spread = float(np.var(values))
-    return math.sqrt(spread * (len(values) - 1))
 
 
 @final
@@ -258,9 +242,6 @@ def binned(sums: Sums, name: str) -> list[Figure]:
 
 def _bin(sums: Sums, number: int, of: Callable[[Mapping[str, np.ndarray]], float | None]) -> Figure:
     table = sums.over(slice(number, number + 1))
-    filled = np.flatnonzero(table["count"])
-    value = of({k: v.sum() for k, v in table.items()})
-    left = [of({k: v.sum() - v[b] for k, v in table.items()}) for b in filled]
-    return Figure(
-        value=value, error=jackknife(left) if len(filled) >= 4 else None, buckets=len(filled)
-    )
+    filled = np.flatnonzero(table["count"]).tolist()
+    left = {b: of({k: v.sum() - v[b] for k, v in table.items()}) for b in filled}
+    return jackknife(of({k: v.sum() for k, v in table.items()}), left)

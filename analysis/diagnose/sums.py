@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, final
 from zlib import crc32
@@ -28,7 +28,7 @@ def bucket(name: str) -> int:
 
     Example:
         >>> bucket("3/prompt 17")
-        19
+        5
     """
     return crc32(name.encode("utf-8", "surrogatepass")) % BUCKETS
 
@@ -55,11 +55,13 @@ class Figure:
         value: of everything.
         error: standard error.
         buckets: that hold something.
+        left: the value without each of them, by its number.
     """
 
     value: float | None
     error: float | None = None
     buckets: int = 0
+    left: Mapping[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def half_width(self) -> float | None:
@@ -110,8 +112,8 @@ class Sums:
                 self.table.items()}  # fmt: skip
 
 
-def replicates(sums: Named) -> tuple[dict[str, np.ndarray], int]:
-    """Sums of everything, then of everything but one bucket, and how many buckets hold something.
+def replicates(sums: Named) -> tuple[dict[str, np.ndarray], list[int]]:
+    """Sums of everything, then of everything but one bucket, and the buckets that hold something.
 
     Args:
         sums: by name, the first axis the bucket; those that hold something differ from 0.
@@ -123,7 +125,7 @@ def replicates(sums: Named) -> tuple[dict[str, np.ndarray], int]:
     for name, table in sums.items():
         whole = table.sum(0, keepdims=True)
         out[name] = np.concatenate([whole, whole - table[filled]])
-    return out, int(filled.sum())
+    return out, np.flatnonzero(filled).tolist()
 
 
 def figures(sums: Named, function: Callable[[Named], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -142,7 +144,8 @@ def figures(sums: Named, function: Callable[[Named], np.ndarray]) -> tuple[np.nd
         >>> float(value), round(float(error), 6) == round((5 / 3 / 4) ** 0.5, 6)
         (2.5, True)
     """
-    together, count = replicates(sums)
+    together, filled = replicates(sums)
+    count = len(filled)
     with np.errstate(all="ignore"):
         found = np.asarray(function(together), dtype=np.float64)
     left = found[1:]
@@ -155,10 +158,40 @@ def figures(sums: Named, function: Callable[[Named], np.ndarray]) -> tuple[np.nd
 
 def figure(sums: Named, function: Callable[[Named], np.ndarray]) -> Figure:
     """One number of sums with its standard error."""
-    value, error = figures(sums, function)
-    filled = replicates(sums)[1]
-    return Figure(
-        value=float(value) if np.isfinite(value) else None,
-        error=float(error) if np.isfinite(value) and np.isfinite(error) else None,
-        buckets=filled,
-    )
+    together, filled = replicates(sums)
+    with np.errstate(all="ignore"):
+        found = np.asarray(function(together), dtype=np.float64)
+    return jackknife(float(found[0]), dict(zip(filled, found[1:].tolist(), strict=True)))
+
+
+def jackknife(value: float | None, left: Mapping[int, float | None]) -> Figure:
+    """A figure from its value and its values with one bucket left out at a time.
+
+    Example:
+        >>> round(jackknife(3.0, {0: 2.0, 1: 4.0, 2: 2.0, 3: 4.0}).error, 6) == round(3 ** 0.5, 6)
+        True
+    """
+    if value is None or not math.isfinite(value):
+        return Figure(value=None, buckets=len(left))
+    known = {number: v for number, v in left.items() if v is not None and math.isfinite(v)}
+    if len(known) < len(left) or len(known) < FEWEST:
+        return Figure(value=value, buckets=len(left))
+    spread = float(np.var(list(known.values())))
+    error = math.sqrt(spread * (len(known) - 1))
+    return Figure(value=value, error=error, buckets=len(known), left=known)
+
+
+def difference(mine: Figure, other: Figure) -> Figure:
+    """A figure less another; what groups of the same name share cancels in the error.
+
+    Example:
+        >>> a = jackknife(3.0, {0: 2.0, 1: 4.0, 2: 2.0, 3: 4.0})
+        >>> found = difference(a, a)
+        >>> found.value, found.error
+        (0.0, 0.0)
+    """
+    if mine.value is None or other.value is None:
+        return Figure(value=None)
+    numbers = sorted({*mine.left, *other.left}) if mine.left and other.left else []
+    left = {n: mine.left.get(n, mine.value) - other.left.get(n, other.value) for n in numbers}
+    return jackknife(mine.value - other.value, left)
