@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from windage.estimators.errors import BadInput
+from windage.llm.guard import Fault, in_rows
 from windage.llm.models import Loaded, decode, encode
 from windage.llm.samplers.protocol import Between, Request, Response, Sampler, Sampling
 from windage.llm.tasks.protocol import Question, Task
@@ -44,12 +45,17 @@ class Desk:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
-    """A response as a row, and as a person reads it."""
+    """A response as a row, and as a person reads it.
+
+    Args:
+        fault: a number of it that is not finite; the row is then set aside.
+    """
 
     row: Row
     question: Question
     text: str
     verdict: Verdict
+    fault: Fault | None = None
 
 
 def seed_of(seed: int, place: int) -> int:
@@ -84,7 +90,7 @@ def draw(
         label: put before the names.
 
     Raises:
-        BadInput: the sampler gave a log-probability that is not finite; names the response.
+        BadInput: a reward or a log-probability is not finite; names the response.
     """
     requests = [
         Request(prompt_ids=encode(desk.loaded, q.text), count=count, seed=seed_of(seed, start + n))
@@ -110,11 +116,15 @@ def draw(
         row = (
             names | _told(request, response, desk.sampling) | _judged(verdict, response, desk.scale)
         )
-        if (fault := _fault(response)) is not None:
+        fault = next(iter(in_rows([row])), None)
+        if fault is not None:
             if desk.strict:
-                raise BadInput(f"{fault}; allowed: finite numbers")
+                raise BadInput(
+                    f"{fault.what} of the response with seed {response.seed} is {fault.value}; "
+                    "allowed: finite numbers"
+                )
             row |= _aside(row)
-        drawn.append(Drawn(row=row, question=question, text=text, verdict=verdict))
+        drawn.append(Drawn(row=row, question=question, text=text, verdict=verdict, fault=fault))
     return drawn
 
 
@@ -150,18 +160,6 @@ def _told(request: Request, response: Response, sampling: Sampling) -> Row:
     return row
 
 
-def _fault(response: Response) -> str | None:
-    """What is not finite in a response."""
-    bad = torch.nonzero(~torch.isfinite(response.behavior_logp))
-    if not len(bad):
-        return None
-    value = float(response.behavior_logp[bad[0]])
-    return (
-        f"the sampler gave the log-probability {value} to token {int(bad[0])} of the response with "
-        f"seed {response.seed}"
-    )
-
-
 def _aside(row: Row) -> Row:
     """A response that cannot be trained on, as the store keeps it: nothing of it is trusted."""
     tokens = len(row["response_ids"])
@@ -170,7 +168,7 @@ def _aside(row: Row) -> Row:
         "mask": np.zeros(tokens, dtype=bool),
         "reward": None,
         "outcome": None,
-        "rejected": "log-probability not finite",
+        "rejected": "not finite",
     }
     if "head_ids" in row:
         shape = np.shape(row["head_ids"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -52,6 +52,7 @@ class Outcome:
         entropy: of the policy before each token, in nats.
         gradient_norm: before clipping.
         faults: numbers that were not finite.
+        count: what the guard counted, this update included.
         rejected: why admission turned a row away, by the row's place; None: it did not.
     """
 
@@ -62,6 +63,7 @@ class Outcome:
     gradient_norm: float
     faults: list[Fault]
     rejected: list[str | None]
+    count: Count = field(default_factory=Count)
 
 
 @final
@@ -146,17 +148,18 @@ class Learner:
             with reference_pass(self.loaded.policy):
                 yield self.policy
 
-    def update(self, rows: Sequence[Row]) -> Outcome:
+    def update(self, rows: Sequence[Row], known: Sequence[Fault] = ()) -> Outcome:
         """Make one optimizer update of some rows, or leave everything as it was.
 
         Args:
             rows: whole groups.
+            known: faults of what was recorded, whose rows are set aside already.
 
         Raises:
             BadInput: the guard ends the run.
             ValueError: the rows lack what the recipe needs.
         """
-        faults: list[Fault] = []
+        faults = list(known)
         rows = list(rows)
         while True:
             batch, responses = self._responses(rows)
@@ -167,14 +170,15 @@ class Learner:
                 break
             for number in guards.aside(found.faults):
                 rows[number] = rows[number] | {"reward": None, "rejected": "not finite"}
-        made = decision == "go on"
+        made = decision == "go on" and guards.judge(self.settings.guard, known) != "skip"
         if made:
             self.optimizer.step()
             self.schedule.step()
             self.updates += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.count = guards.after(self.settings.guard, self.count, faults, made=made)
-        return replace(found, made=made, faults=faults, rejected=_rejected(rows, found, batch))
+        rejected = _rejected(rows, found, batch)
+        return replace(found, made=made, faults=faults, rejected=rejected, count=self.count)
 
     def _gradient(self, batch: Batch, responses: Responses) -> Outcome:
         """Accumulate and clip; what is not finite is told."""
@@ -263,7 +267,7 @@ def _guarded(forward: Pass, batch: Batch) -> Pass:
     return checked
 
 
-def optimizer_of(name: str, parameters: list[Any], settings: Mapping[str, float]) -> Any:
+def optimizer_of(name: str, parameters: list[Any], settings: Mapping[str, Any]) -> Any:
     """An optimizer by its name.
 
     Args:

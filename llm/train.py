@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from windage.estimators.errors import BadInput
@@ -38,10 +38,12 @@ class Step:
     Args:
         rows: all of them, those that are not trained on included.
         texts: of each row, where it was drawn here.
+        faults: numbers of the rows that are not finite, by row.
     """
 
     rows: list[Row]
     texts: list[Drawn]
+    faults: dict[int, guard.Fault]
 
 
 @final
@@ -77,8 +79,7 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
             waited = time.perf_counter() - clock
             learner.prepare(drawn.rows)
             outcomes = [
-                _update(run, [drawn.rows[n] for n in numbers], numbers, ends)
-                for numbers, ends in plan(run, drawn.rows, step)
+                _update(run, drawn, numbers, ends) for numbers, ends in plan(run, drawn.rows, step)
             ]
             _mark(drawn.rows, outcomes)
             trained = time.perf_counter() - clock - waited
@@ -90,7 +91,7 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
                 _record(run, files, drawn, outcomes, record)
                 tell(record)
             for _, outcome in outcomes:
-                guard.stop(learner.settings.guard, learner.count, outcome.faults, done)
+                guard.stop(learner.settings.guard, outcome.count, outcome.faults, done)
             if config.evaluate.every and (done % config.evaluate.every == 0 or done == run.steps):
                 _evaluate(run, files, done)
             every = config.run.save_every
@@ -116,17 +117,17 @@ def _opened(run: Run, stack: ExitStack) -> Files:
 
 def _rollouts(run: Run, step: int) -> Step:
     """The step's rollout batch, known to every process."""
-    problem, found = None, Step(rows=[], texts=[])
+    problem, found = None, Step(rows=[], texts=[], faults={})
     try:
         if run.ranks.first:
             found = _drawn(run, step)
     except BadInput as refusal:
         problem = str(refusal)
-    rows, problem = run.ranks.same((found.rows, problem))
+    rows, faults, problem = run.ranks.same((found.rows, found.faults, problem))
     if problem is not None:
         raise BadInput(problem)
     rows = curated(rows, run.config.train.positive_share, seed=run.config.run.seed, step=step)
-    return Step(rows=rows, texts=found.texts)
+    return Step(rows=rows, texts=found.texts, faults=faults)
 
 
 def _drawn(run: Run, step: int) -> Step:
@@ -144,7 +145,8 @@ def _drawn(run: Run, step: int) -> Step:
             more = run.source.further(step, len(dropped), again)
             texts += more
             rows += [dict(one.row) for one in more]
-    return Step(rows=rows, texts=texts)
+    faults = {n: one.fault for n, one in enumerate(texts) if one.fault is not None}
+    return Step(rows=rows, texts=texts, faults=faults)
 
 
 def dropped_groups(run: Run, rows: Sequence[Row]) -> set[str]:
@@ -193,11 +195,15 @@ def plan(run: Run, rows: Sequence[Row], step: int) -> Iterator[tuple[list[int], 
             yield [n for name in chosen for n in groups[name]], part == parts - 1
 
 
-def _update(run: Run, rows: list[Row], numbers: list[int], ends: bool) -> tuple[list[int], Outcome]:
-    """One update, and the reference's after it."""
+def _update(run: Run, drawn: Step, numbers: list[int], ends: bool) -> tuple[list[int], Outcome]:
+    """One update, and the reference's after it; faults of the rows belong to their first update."""
     learner = run.learner
     before = learner.updates
-    outcome = learner.update(rows)
+    known = {place: drawn.faults.pop(n) for place, n in enumerate(numbers) if n in drawn.faults}
+    outcome = learner.update(
+        [drawn.rows[n] for n in numbers],
+        [replace(fault, response=place) for place, fault in known.items()],
+    )
     kept = learner.reference
     if kept is not None and learner.updates > before:
         due = reference.due(run.schedule, step=learner.updates, epoch=int(ends), before=0)

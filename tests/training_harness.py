@@ -150,10 +150,15 @@ CASES: dict[str, dict[str, dict]] = {
 class Parity:
     """A task that a random model earns something in: the bytes of a response, and some luck.
 
-    The luck is of the process's random generators, which a resumed run must find as they were.
+    Args:
+        lucky: the luck is of the process's random generators, which a resumed run must find as they
+            were; otherwise there is none.
     """
 
     name = "parity"
+
+    def __init__(self, lucky: bool = True) -> None:
+        self.lucky = lucky
 
     def questions(self, split, seed, start, count):
         from windage.llm.tasks.protocol import Question
@@ -167,7 +172,10 @@ class Parity:
 
         from windage.llm.verify import Verdict
 
-        luck = [random.random() + np.random.random() + float(torch.rand(())) for _ in pairs]
+        luck = [
+            random.random() + np.random.random() + float(torch.rand(())) if self.lucky else 0.0
+            for _ in pairs
+        ]
         even = [hashlib.sha256(text.encode()).digest()[0] % 2 == 0 for _, text in pairs]
         words = ["right" if a == (b < 1) else "wrong" for a, b in zip(even, luck, strict=True)]
         return [Verdict(word=word, stopped=None, seconds=0.0) for word in words]
@@ -186,13 +194,13 @@ def configuration(case: str, model: Path, store: Path | None = None, **changes):
     return build(changes, told)
 
 
-def go(config, *, resume: bool = False) -> None:
+def go(config, *, resume: bool = False, lucky: bool = True) -> None:
     """A whole run, or the rest of one, where the process stands."""
     from windage.llm import run
     from windage.llm.checkpoint import claim
     from windage.llm.train import train
 
-    run.task_of = lambda name, settings: Parity()
+    run.task_of = lambda name, settings: Parity(lucky)
     with claim(Path(config.run.folder)):
         train(run.start(config, resume=resume))
 
@@ -336,7 +344,7 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
     Every third kill is by the clock; every other resumed run is killed once more.
 
     Args:
-        fault: planted in resuming; kills are then by calls of the second half, once.
+        fault: planted in resuming; kills are then after the first checkpoint, before the last.
     """
     config, draw = prepared(base, case), random.Random(f"{seed} {case} {fault}")
     calls, wanted, lasted = whole_run(base, case)
@@ -353,7 +361,9 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
 
     for number in range(count):
         folder = base / f"{case}{fault}-{number}"
-        at, again = draw.randrange(half if fault else 0, len(calls)), draw.randrange(half)
+        at, again = draw.randrange(len(calls)), draw.randrange(half)
+        if fault:
+            at = half + at // 5
         by_clock = number % 3 == 2 and not fault
         if by_clock:
             at = draw.uniform(0, lasted)
