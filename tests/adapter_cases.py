@@ -5,10 +5,10 @@ The reference pads and groups by `Batch.from_rows`, which the adapters do not us
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from tiny_model import Tiny, gradient_of
 from torch import Tensor, nn
 
 from windage.estimators.batch import Batch
@@ -19,6 +19,36 @@ from windage.llm.update import Forward, accumulate, micro_batches
 VOCAB, PROMPT, LONGEST = 7, 2, 6
 GROUPS = ("b", "a", "b", "c", "a", "a", "c", "b", "c", "a", "c", "b")
 SETTINGS = {"dr_grpo": {"length": 6}, "dapo": {"length": 5, "margin": 2}}
+
+
+class Tiny(nn.Module):
+    """One head of causal attention, one hidden layer, and the embedding as output matrix."""
+
+    def __init__(self, *, seed: int, width: int = 6) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+
+        def drawn(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=g, dtype=torch.float64) / 1.5)
+
+        self.embedding, self.places = drawn(VOCAB, width), drawn(PROMPT + LONGEST, width)
+        self.attend, self.up, self.down = drawn(3, width, width), drawn(width, 9), drawn(9, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states `[R L D]` of sequences `[R L]`."""
+        x = self.embedding[tokens] + self.places[: tokens.shape[1]]
+        q, k, v = (x @ w for w in self.attend)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT / math.sqrt(x.shape[-1])).masked_fill(later, -math.inf)
+        x = x + scores.softmax(-1) @ v
+        return x + (x @ self.up).tanh() @ self.down
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    """The gradient of all parameters as one vector; takes it away from them."""
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +82,7 @@ def case(seed: int = 0, dtype: torch.dtype = torch.float64) -> Case:
     """Twelve responses of three prompts: short and long, near the sampler and far from it."""
     g = torch.Generator().manual_seed(seed)
     count = len(GROUPS)
-    model = Tiny(VOCAB, PROMPT + LONGEST, seed=seed).to(dtype)
+    model = Tiny(seed=seed).to(dtype)
     ids = torch.randint(0, VOCAB, (count, PROMPT + LONGEST), generator=g)
     lengths = torch.randint(1, LONGEST + 1, (count,), generator=g)
     lengths[3] = LONGEST

@@ -8,9 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_cases import GROUPS, LONGEST, NAMES, PROMPT, case, entry, largest, ours, pieces, words
+from adapter_cases import (
+    GROUPS,
+    LONGEST,
+    NAMES,
+    PROMPT,
+    case,
+    entry,
+    gradient_of,
+    largest,
+    ours,
+    pieces,
+    words,
+)
 from checks import assert_close, refused
-from tiny_model import gradient_of
 from torch import Tensor
 
 from windage.estimators.aggregation import token_mean

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -95,7 +95,7 @@ def advantage_hook(estimator: Estimator) -> Callable[..., tuple[Tensor, Tensor]]
     def advantages(
         token_level_rewards: Tensor,
         response_mask: Tensor,
-        index: Sequence[Any] | None = None,
+        index: Iterable[Any] | None = None,
         config: Any = None,
         **others: Any,
     ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def advantage_hook(estimator: Estimator) -> Callable[..., tuple[Tensor, Tensor]]
         _check_weights(estimator, host, rules)
         if index is None and estimator.compares:
             raise BadInput(f"{estimator.name} compares siblings, and the batch has no uid")
-        groups = groups_of(list(range(len(response_mask)) if index is None else index))
+        groups = groups_of(list(index) if index is not None else list(range(len(response_mask))))
         mask = response_mask.bool()
         batch = batch_of(token_level_rewards.double().sum(-1), mask, groups)
         found = groups.down(advantages_of(estimator, batch)).to(token_level_rewards.dtype)
