@@ -38,112 +38,131 @@ def told(batch: Batch, entry: str = "grpo") -> dict:
     }
 
 
+def ess(w: np.ndarray) -> float:
+    return w.sum() ** 2 / (len(w) * (w**2).sum()) if (w > 0).any() else 0.0
+
+
+def mismatch(end: str, v: np.ndarray) -> dict[str, float]:
+    """Of log-ratios of tokens or responses."""
+    if not len(v):
+        return {}
+    r = np.exp(v)
+    return {
+        f"mismatch/k1{end}": -v.mean(),
+        f"mismatch/k2{end}": (v**2).mean() / 2,
+        f"mismatch/k3{end}": (r - 1 - v).mean(),
+        f"mismatch/chi2{end}": (r**2).mean() - 1,
+        f"mismatch/abs_log_ratio{end}": abs(v).mean(),
+        f"mismatch/abs_log_ratio_max{end}": abs(v).max(),
+        f"ratio/mean{end}": r.mean(),
+        f"ratio/std{end}": r.std(),
+        f"ratio/max{end}": r.max(),
+        f"ratio/min{end}": r.min(),
+        f"ratio/ess{end}": ess(r),
+        f"ratio/above{end}": (r > HIGH * (1 + 1e-9)).mean(),
+        f"ratio/below{end}": (r < LOW * (1 - 1e-9)).mean(),
+    }
+
+
+def perplexities(lp: list[np.ndarray], lq: list[np.ndarray]) -> dict[str, float]:
+    """Of log-probabilities of each response under policy and sampler."""
+    mine, theirs = (np.array([i.mean() for i in v]) for v in (lp, lq))
+    p, q = np.exp(np.concatenate(lp)), np.exp(np.concatenate(lq))
+    d, flat = theirs - mine, [p.std() <= 1e-7, q.std() <= 1e-7]
+    return {
+        "perplexity/policy": np.exp(-mine).mean(),
+        "perplexity/sampler": np.exp(-theirs).mean(),
+        "perplexity/log_policy": -mine.mean(),
+        "perplexity/log_sampler": -theirs.mean(),
+        "perplexity/log_difference": d.mean(),
+        "perplexity/log_difference_abs": abs(d).mean(),
+        "perplexity/log_difference_max": d.max(),
+        "perplexity/log_difference_min": d.min(),
+        "perplexity/ratio": np.exp(d).mean(),
+        "probability/difference_mean": abs(p - q).mean(),
+        "probability/difference_std": abs(p - q).std(),
+        "probability/difference_max": abs(p - q).max(),
+        "probability/correlation": float(all(flat)) if any(flat) else np.corrcoef(p, q)[0, 1],
+    }
+
+
+def ages(versions: list[np.ndarray], now: int) -> dict[str, float]:
+    """Of the versions of each response's tokens."""
+    old = np.array([now - i.min() for i in versions])
+    new = np.array([now - i.max() for i in versions])
+    quantiles = {
+        f"lag/p{n}": np.quantile(old, n / 100, method="inverted_cdf") for n in (50, 90, 99)
+    }
+    return quantiles | {
+        "lag/token": now - np.concatenate(versions).mean(),
+        "lag/mean": old.mean(),
+        "lag/max": old.max(),
+        "lag/in_queue": new.mean(),
+        "lag/in_flight": (old - new).mean(),
+    }
+
+
+def responses(batch: Batch, reason: np.ndarray, there: list) -> dict[str, float]:
+    """Of rewards, verdicts and lengths."""
+    reward, outcome, cut = (
+        np.array([value.numpy()[i] for i in there])
+        for value in (batch.rewards, batch.get("outcomes"), batch.truncated)
+    )
+    length = np.array([batch.mask.numpy()[i].sum() for i in there])
+    return {
+        "reward/mean": reward.mean(),
+        "reward/std": reward.std(),
+        "reward/outcome": outcome.mean(),
+        "reward/invalid": (reward > 0.5).mean(),
+        "reward/format": (reward < -0.5).mean(),
+        "length/mean": length.mean(),
+        "length/std": length.std(),
+        "length/max": length.max(),
+        "length/truncated": cut.mean(),
+        "admission/admitted": np.mean([reason[i] == 0 for i in there]),
+    }
+
+
 def plain(batch: Batch, others: dict) -> dict[str, float]:
     """Every figure once more, from numpy, response by response."""
-    a = {
-        n: getattr(batch, n).numpy()
-        for n in ("mask", "present", "rewards", "logp", "behavior_logp", "versions", "truncated")
-    }
-    made, out = others["coefficients"], {}
-    rows = [(p, g) for p in range(a["mask"].shape[0]) for g in range(a["mask"].shape[1])]
-    there = [(p, g) for p, g in rows if a["present"][p, g]]
-    real = [(p, g) for p, g in there if a["mask"][p, g].any()]
+    mask, made = batch.mask.numpy(), others["coefficients"]
+    there = [tuple(i) for i in np.argwhere(batch.present.numpy())]
+    real = [i for i in there if mask[i].any()]
 
-    def tokens(value):
-        kept = [np.asarray(value[i])[a["mask"][i]] for i in real]
-        return np.concatenate(kept) if kept else np.zeros(0)
+    def each(value: torch.Tensor) -> list[np.ndarray]:
+        return [value.numpy()[i][mask[i]] for i in real]
 
-    def each(value):
-        return [np.asarray(value[i])[a["mask"][i]] for i in real]
-
-    def ess(w):
-        return w.sum() ** 2 / (len(w) * (w**2).sum()) if (w > 0).any() else 0.0
-
-    lp, lq = each(a["logp"]), each(a["behavior_logp"])
-    x = tokens(a["logp"]) - tokens(a["behavior_logp"])
+    out = groups(batch)
+    if there:
+        out |= responses(batch, made.terms.reason.numpy(), there)
+    if not real:
+        return out
+    lp, lq, w = each(batch.logp), each(batch.behavior_logp), each(made.weights)
     s = np.array([(i - j).sum() for i, j in zip(lp, lq, strict=True)])
-    for end, v in (("", x), ("_response", s)):
-        r = np.exp(v)
-        if len(v):
-            out |= {
-                f"mismatch/k1{end}": -v.mean(),
-                f"mismatch/k2{end}": (v**2).mean() / 2,
-                f"mismatch/k3{end}": (r - 1 - v).mean(),
-                f"mismatch/chi2{end}": (r**2).mean() - 1,
-                f"mismatch/abs_log_ratio{end}": abs(v).mean(),
-                f"mismatch/abs_log_ratio_max{end}": abs(v).max(),
-                f"ratio/mean{end}": r.mean(),
-                f"ratio/std{end}": r.std(),
-                f"ratio/max{end}": r.max(),
-                f"ratio/min{end}": r.min(),
-                f"ratio/ess{end}": ess(r),
-                f"ratio/above{end}": (r > HIGH * (1 + 1e-9)).mean(),
-                f"ratio/below{end}": (r < LOW * (1 - 1e-9)).mean(),
-            }
-    if real:
-        mine, theirs = (np.array([i.mean() for i in v]) for v in (lp, lq))
-        p, q = np.exp(tokens(a["logp"])), np.exp(tokens(a["behavior_logp"]))
-        d = theirs - mine
-        spread = p.std() > 1e-7 and q.std() > 1e-7
-        flat = p.std() <= 1e-7 and q.std() <= 1e-7
-        out |= {
-            "perplexity/policy": np.exp(-mine).mean(),
-            "perplexity/sampler": np.exp(-theirs).mean(),
-            "perplexity/log_policy": -mine.mean(),
-            "perplexity/log_sampler": -theirs.mean(),
-            "perplexity/log_difference": d.mean(),
-            "perplexity/log_difference_abs": abs(d).mean(),
-            "perplexity/log_difference_max": d.max(),
-            "perplexity/log_difference_min": d.min(),
-            "perplexity/ratio": np.exp(d).mean(),
-            "probability/difference_mean": abs(p - q).mean(),
-            "probability/difference_std": abs(p - q).std(),
-            "probability/difference_max": abs(p - q).max(),
-            "probability/correlation": np.corrcoef(p, q)[0, 1] if spread else float(flat),
-        }
-        w = tokens(made.weights.numpy())
-        v = np.array([i.mean() for i in each(made.weights.numpy())])
-        square = tokens(batch.probability_square.numpy())
-        c = tokens(made.own.numpy())
-        out |= {
-            "weight/mean": w.mean(),
-            "weight/std": w.std(),
-            "weight/max": w.max(),
-            "weight/min": w.min(),
-            "weight/ess": ess(w),
+    v, all_w = np.array([i.mean() for i in w]), np.concatenate(w)
+    c, square = (np.concatenate(each(x)) for x in (made.own, batch.probability_square))
+    out |= mismatch("", np.concatenate(lp) - np.concatenate(lq)) | mismatch("_response", s)
+    out |= perplexities(lp, lq) | ages(each(batch.versions), batch.current_version)
+    return (
+        out
+        | clips(batch, others, real)
+        | {
+            "weight/mean": all_w.mean(),
+            "weight/std": all_w.std(),
+            "weight/max": all_w.max(),
+            "weight/min": all_w.min(),
+            "weight/ess": ess(all_w),
             "weight/ess_response": ess(v),
             "weight/mean_response": v.mean(),
             "weight/max_response": v.max(),
             "update/coefficients": abs(c).mean(),
-            "update/power": (c**2 * np.maximum(1 - 2 * p + square, 0)).sum(),
-            "policy/entropy": tokens(others["entropy"].numpy()).mean(),
+            "update/power": (
+                c**2 * np.maximum(1 - 2 * np.exp(np.concatenate(lp)) + square, 0)
+            ).sum(),
+            "policy/entropy": np.concatenate(each(others["entropy"])).mean(),
             "policy/probability_square": square.mean(),
-            "lag/token": batch.current_version - tokens(a["versions"]).mean(),
         }
-        old = np.array([4 - i.min() for i in each(a["versions"])])
-        new = np.array([4 - i.max() for i in each(a["versions"])])
-        out |= {"lag/mean": old.mean(), "lag/max": old.max(), "lag/in_queue": new.mean()}
-        out["lag/in_flight"] = (old - new).mean()
-        for n in (50, 90, 99):
-            out[f"lag/p{n}"] = np.quantile(old, n / 100, method="inverted_cdf")
-        out |= clips(batch, others, real)
-    if there:
-        reward = np.array([a["rewards"][i] for i in there])
-        outcome = np.array([batch.get("outcomes").numpy()[i] for i in there])
-        length = np.array([a["mask"][i].sum() for i in there])
-        out |= {
-            "reward/mean": reward.mean(),
-            "reward/std": reward.std(),
-            "reward/outcome": outcome.mean(),
-            "reward/invalid": (reward > 0.5).mean(),
-            "reward/format": (reward < -0.5).mean(),
-            "length/mean": length.mean(),
-            "length/std": length.std(),
-            "length/max": length.max(),
-            "length/truncated": np.mean([a["truncated"][i] for i in there]),
-            "admission/admitted": np.mean([made.terms.reason.numpy()[i] == 0 for i in there]),
-        }
-    return out | groups(batch)
+    )
 
 
 def clips(batch: Batch, others: dict, real: list) -> dict[str, float]:

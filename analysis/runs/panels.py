@@ -111,7 +111,8 @@ def smooth(values: Sequence[float]) -> list[float]:
     total = np.concatenate([[0.0], np.cumsum(values)])
     place = np.arange(len(values))
     low, high = np.maximum(place - reach, 0), np.minimum(place + reach + 1, len(values))
-    return list((total[high] - total[low]) / (high - low))
+    means: list[float] = ((total[high] - total[low]) / (high - low)).tolist()
+    return means
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
