@@ -237,8 +237,8 @@ def faulty_disk(model, every: int, tmp_path, monkeypatch) -> tuple[int, int]:
 
 
 def test_a_failing_disk_ends_a_run_in_a_line_that_names_the_path(model, tmp_path, monkeypatch):
-    count, ended = faulty_disk(model, 23, tmp_path, monkeypatch)
-    assert count > 3 and ended > 1
+    count, ended = faulty_disk(model, 37, tmp_path, monkeypatch)
+    assert count > 2 and ended > 1
 
 
 @pytest.mark.long
