@@ -27,6 +27,7 @@ PAGES = {
     "audit": "windage.analysis.audit.page",
     "choose": "windage.analysis.choose.page",
     "claims": "windage.analysis.claims.page",
+    "diagnose": "windage.analysis.diagnose.page",
     "evaluate": "windage.analysis.evaluation",
     "learn": "windage.analysis.learning.page",
     "pipeline": "windage.analysis.pipeline.page",

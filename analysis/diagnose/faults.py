@@ -390,6 +390,16 @@ def _over(top: np.ndarray, bottom: np.ndarray) -> Figure:
 
 def wrong_version(evidence: Evidence) -> Sign:
     """Weights that drew are not those that are named."""
+    count = sum(part[0].sum() for part in evidence.by_version.values())
+    ahead = sum(p[0].sum() for (_, lag), p in evidence.by_version.items() if lag < 0)
+    if count and ahead / count > FEW:
+        return Sign(
+            name="wrong_version",
+            state="raised",
+            says=f"{ahead / count:.1%} of the tokens are said to come from weights newer than "
+            "those that were trained: the numbers of versions do not fit together.",
+            evidence={"share_ahead": float(ahead / count)},
+        )
     levels = _levels(evidence)
     jumps = []
     for lag, versions in levels.items():

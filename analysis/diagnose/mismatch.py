@@ -70,14 +70,14 @@ class Kept:
         return np.flatnonzero(np.any([c != 0 for c in counts], axis=0)).tolist() if counts else []
 
     def figures(self, metrics: tuple[Metric, ...] = METRICS) -> dict[str, Figure]:
-        """Metrics that the sums can tell; extremes have no standard error."""
+        """Metrics that the sums can tell; extremes and quantiles have no error."""
         whole, filled = self.whole(), self.filled
         left = {number: self.whole(number) for number in filled}
         found = {}
         for metric in metrics:
             value = metric.of(whole)
             if value is not None:
-                sharp = any(key.startswith("max/") for key in metric.keys)
+                sharp = any(k.startswith("max/") or k.endswith("histogram") for k in metric.keys)
                 parts = {} if sharp else {n: metric.of(sums) for n, sums in left.items()}
                 found[metric.name] = jackknife(value, parts)
         return found

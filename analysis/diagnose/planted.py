@@ -44,7 +44,8 @@ class Run:
         shift: places by which the recorded log-probabilities are late.
         cache: share of the old weights that acts on through a cache kept over an update.
         behind: updates by which the engine is further behind than it says, in half the versions.
-        off: what is added to the number of the version that is trained.
+        off: updates by which the trainer's weights are older than the dump says.
+        ahead: what is added to the number of the version that drew.
         merges: share of tokens that the trainer reads as another text.
         recorded: what the dump holds beside log-probabilities: `versions`, `squares`.
     """
@@ -68,6 +69,7 @@ class Run:
     cache: float = 0.0
     behind: int = 0
     off: int = 0
+    ahead: int = 0
     merges: float = 0.0
     recorded: tuple[str, ...] = ("versions", "squares")
 
@@ -100,7 +102,8 @@ CASES: Mapping[str, tuple[str | None, Run]] = {
     "cache kept over updates": ("stale_cache", Run(in_flight=0.6, cache=1.0, drift=0.08, lag=3)),
     "errors that add up": ("stale_cache", Run(growth=6.0, noise=0.05, recorded=())),
     "weights that did not arrive": ("wrong_version", Run(behind=4, drift=0.08, lag=1)),
-    "versions numbered one off": ("wrong_version", Run(off=1, drift=0.08, lag=3)),
+    "trainer one update behind": ("wrong_version", Run(off=1, drift=0.08, lag=3)),
+    "versions from the future": ("wrong_version", Run(ahead=1, lag=1)),
     "text read anew": ("retokenized", Run(merges=0.01)),
 }  # fmt: skip
 
@@ -225,7 +228,7 @@ def draw(world: World, run: Run, generator: torch.Generator) -> Drawn:
         z = z + error * torch.randn(z.shape, dtype=torch.float64, generator=generator)
         sampled = process(world, run, z)
         chosen = torch.multinomial(sampled.exp(), 1, generator=generator)
-        policy = trained(world, run, world.logits[now, prompt[here], state], sampled)
+        policy = trained(world, run, world.logits[now - run.off, prompt[here], state], sampled)
         recorded = z.log_softmax(-1) if run.raw else sampled
         numbers["behavior"][here, t] = recorded.gather(1, chosen).squeeze(1)
         numbers["logp"][here, t] = policy.gather(1, chosen).squeeze(1)
@@ -271,8 +274,8 @@ def _row(drawn: Drawn, run: Run, rng: np.random.Generator, i: int, chance: float
         behavior_logp=behavior,
         logp=logp,
         response_ids=drawn.token[i, :n].numpy(),
-        versions=drawn.version[i, :n].numpy() if "versions" in run.recorded else None,
-        current_version=int(drawn.current[i]) + run.off if "versions" in run.recorded else None,
+        versions=drawn.version[i, :n].numpy() + run.ahead if "versions" in run.recorded else None,
+        current_version=int(drawn.current[i]) if "versions" in run.recorded else None,
         probability_square=drawn.square[i, :n].numpy() if "squares" in run.recorded else None,
         group_id=str(i // run.group_size),
         sample_id=str(i),

@@ -1,0 +1,143 @@
+"""Figures of a diagnosis: mismatch by position and lag, and the entries by bias and noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from windage.analysis.plots import (
+    FAMILIES,
+    GRAY,
+    INK,
+    PALE,
+    Figure,
+    Later,
+    draw,
+    family,
+    key,
+    label_points,
+)
+
+Document = Mapping[str, Any]
+AXES = {
+    "position": "position in the response",
+    "lag": "lag, updates",
+    "length": "length of the response",
+}
+MOST_BIAS, MOST_NOISE = 10.0, 30.0
+NAMED = 14
+
+
+def panels(document: Document) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
+    """Bins of each kind that there are at least two of."""
+    found = []
+    for by in AXES:
+        rows = [row for row in document["bins"] if row["by"] == by and row["k3"] is not None]
+        if len(rows) > 1:
+            found.append((by, rows))
+    return found
+
+
+def mismatch(document: Document) -> Figure | None:
+    """Mismatch a token by position, lag and length."""
+    found = panels(document)
+    if not found:
+        return None
+    return draw(
+        "mismatch",
+        lambda canvas: _paint_bins(canvas, found),
+        size=(2.75 * len(found) + 0.4, 2.9),
+        caption="k3 a token with 95 % intervals (groups independent); bins with few tokens are "
+        "wide.",
+        alt="The divergence between trainer and sampler by position in the response, by lag and by "
+        "length.",
+    )
+
+
+def _paint_bins(
+    canvas: Any, found: Sequence[tuple[str, Sequence[Mapping[str, Any]]]]
+) -> Iterator[Later]:
+    grid = canvas.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (by, rows) in zip(grid, found, strict=True):
+        xs = range(len(rows))
+        ys = [row["k3"] for row in rows]
+        bars = [row["k3_half_width"] or 0.0 for row in rows]
+        low = [min(bar, y) for bar, y in zip(bars, ys, strict=True)]
+        axes.errorbar(xs, ys, yerr=(low, bars), color=INK, marker="o", ms=4, lw=1.2, elinewidth=0.8)
+        crowded = len(rows) > 6
+        axes.set_xticks(
+            list(xs),
+            [row["label"] for row in rows],
+            rotation=40 if by != "lag" or crowded else 0,
+            ha="right" if by != "lag" or crowded else "center",
+        )
+        axes.set_xlabel(AXES[by])
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color=PALE, lw=0.6)
+        axes.set_axisbelow(True)
+    grid[0].set_ylabel("mismatch a token, nats")
+    yield from ()
+
+
+def entries(document: Document) -> Figure | None:
+    """Bias against noise of the entries that are ranked."""
+    rows = [
+        row
+        for row in document["support"]["rows"]
+        if row["rank"] is not None and row["bias"] is not None and row["noise"] is not None
+    ]
+    shown = [row for row in rows if row["bias"] <= MOST_BIAS and row["noise"] <= MOST_NOISE]
+    if not shown:
+        return None
+    return draw(
+        "support",
+        lambda canvas: _paint_entries(canvas, shown),
+        size=(7.2, 4.3),
+        caption="Each point is a catalogue entry on the dump's groups: what its update is away "
+        "from the unbiased one, against its power for equal progress. Bars are 95 % intervals; "
+        "filled: none is surely better in both.",
+        alt="Bias proxy against noise of every estimator of the catalogue on this dump.",
+    )
+
+
+def _paint_entries(canvas: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[Later]:
+    axes = canvas.subplots()
+    for row in rows:
+        color, marker = FAMILIES[family(row["estimator"])]
+        first = row["rank"] == 1
+        x, y = max(row["bias"], 0.0), row["noise"]
+        if first:
+            axes.errorbar(
+                x, y, xerr=([min(x, row["bias_half_width"] or 0)], [row["bias_half_width"] or 0]),
+                yerr=row["noise_half_width"] or 0, color=color, lw=0, elinewidth=0.7, zorder=1,
+            )  # fmt: skip
+        axes.plot(
+            x, y, marker=marker, ms=6, color=color, mfc=color if first else "white", ls="none",
+            mew=1.0, zorder=3 if first else 2,
+        )  # fmt: skip
+    axes.set_yscale("log")
+    top = max(max(row["noise"] for row in rows) * 1.3, 1.5)
+    axes.set_ylim(0.9, top)
+    axes.set_xlim(left=-0.02 * max(max(row["bias"] for row in rows), 0.1))
+    ticks = [t for t in (1, 1.5, 2, 3, 5, 10, 20, 30) if t <= top]
+    axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.axhline(1.0, color=PALE, lw=0.8, zorder=0)
+    axes.set_xlabel("bias proxy, relative to the plain update")
+    axes.set_ylabel("noise, plain update = 1")
+    key(canvas, [family(row["estimator"]) for row in rows])
+    yield lambda: _name(axes, rows)
+
+
+def _name(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Names of the first, one for entries that are at the same place."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for row in sorted(rows, key=lambda r: r["rank"]):
+        at = (round(row["bias"], 2), round(row["noise"], 2))
+        places.setdefault(at, []).append(row["estimator"])
+    points = []
+    for (x, y), names in list(places.items())[:NAMED]:
+        words = names[0] + (f" +{len(names) - 1}" if len(names) > 1 else "")
+        color = FAMILIES[family(names[0])][0]
+        points.append((x, y, words, color if color != GRAY else INK))
+    label_points(axes, points, [(row["bias"], row["noise"]) for row in rows])

@@ -1,0 +1,83 @@
+"""Formula, unit, direction and verl's name of the figures that `estimators.metrics` does not have.
+
+N counts tokens, R responses; r is the outcome before shaping, T the trainable tokens, s the log-
+ratio of a response, x of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from windage.estimators.metrics import NAMES
+
+
+class Words(NamedTuple):
+    """What a figure is."""
+
+    formula: str
+    unit: str
+    better: str
+    verl: str | None = None
+    stage: str = "-"
+
+
+_OTHERS = {
+    "tail/token": Words("shape k of a Pareto law fitted to the largest exp(x)", "-", "down"),
+    "tail/response": Words("shape k of a Pareto law fitted to the largest exp(s)", "-", "down"),
+    "tail/token_limit": Words("min(1 - 1 / log10(N), 0.7): up to which k is fine", "-", "none"),
+    "tail/response_limit": Words("min(1 - 1 / log10(R), 0.7): up to which k is fine", "-", "none"),
+    "drift/distance": Words(
+        "sum(|exp(x) - 1|) / N: distance |mu - pi| before a token, the most that a constant reward "
+        "drifts by",
+        "probability",
+        "down",
+        None,
+        "before",
+    ),
+    "head/mass": Words("sum of the sampler's head probabilities / N", "probability", "up"),
+    "head/covered": Words("sampled tokens that lie in the head / N", "share", "up"),
+    "group/constant": Words(
+        "groups of at least two whose outcomes are equal / groups", "share", "down"
+    ),
+    "group/constant_low": Words("of these, at the least outcome of the dump", "share", "none"),
+    "group/constant_high": Words("of these, at the greatest outcome", "share", "none"),
+    "length/reward_correlation": Words("cov(r, T) / (std(r) std(T))", "-", "none"),
+    "length/reward_slope": Words("1000 cov(r, T) / var(T)", "reward / 1000 tokens", "none"),
+    "truncation/share": Words(
+        "responses that a limit ended / R", "share", "down", "response_length/clip_ratio"
+    ),
+    "truncation/reward": Words("mean outcome of those", "reward", "none"),
+    "truncation/reward_of_others": Words("mean outcome of the others", "reward", "none"),
+    "truncation/effect": Words("mean outcome less that of the others", "reward", "none"),
+    "selection/admitted": Words("responses that were trained on / R", "share", "up"),
+    "selection/reward": Words("mean outcome of the admitted less that of all", "reward", "none"),
+    "selection/length": Words("mean length of the admitted less that of all", "tokens", "none"),
+    "selection/truncated": Words("truncated share of the admitted less all", "share", "none"),
+}
+
+
+def words(name: str) -> Words:
+    """What a figure is, by its name.
+
+    Example:
+        >>> words("mismatch/k3").verl, words("limits/above_2").unit
+        ('rollout_corr/k3_kl', 'share')
+    """
+    if name in _OTHERS:
+        return _OTHERS[name]
+    if name in NAMES:
+        metric = NAMES[name]
+        return Words(metric.formula, metric.unit, metric.better, metric.verl, metric.stage)
+    stem, _, rest = name.partition("_")
+    over = "R" if rest.endswith("_response") else "N"
+    cap = rest.removesuffix("_response").removeprefix("truncated_")
+    letter = "s" if over == "R" else "x"
+    if stem == "limits/above":
+        verl = "rollout_corr/rollout_is_ratio_fraction_high" if over == "N" else None
+        return Words(f"count(exp({letter}) > {cap}) / {over}", "share", "down", verl, "before")
+    if stem == "limits/below":
+        verl = "rollout_corr/rollout_is_ratio_fraction_low" if over == "N" else None
+        return Words(f"count(exp({letter}) < 1 / {cap}) / {over}", "share", "down", verl, "before")
+    verl = "rollout_corr/rollout_is_eff_sample_size" if over == "N" else None
+    formula = f"sum(w)^2 / ({over} sum(w^2)), w = min(exp({letter}), {cap})"
+    return Words(formula, "share", "up", verl, "after")

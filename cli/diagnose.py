@@ -1,0 +1,96 @@
+"""`windage diagnose`: what a rollout dump of a real run tells."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from windage.cli.output import deliver, one_thread, progress
+from windage.estimators.errors import BadInput
+
+FORMATS = "prime-rl, NeMo-RL, slime, open-instruct, PipelineRL, windage, plain JSONL or parquet"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the dump and what is asked of it."""
+    parser.add_argument(
+        "dump",
+        nargs="?",
+        type=dump,
+        metavar="DUMP",
+        help=f"a file or folder ({FORMATS}); default: the dump that ships with windage",
+    )
+    parser.add_argument(
+        "--columns",
+        type=columns,
+        metavar="FIELD=NAME,...",
+        help="for files of no known format: the column that holds a field, such as "
+        "logp=actor_logprobs,behavior_logp=vllm_logprobs",
+    )
+    parser.add_argument(
+        "--compare", type=dump, metavar="OTHER", help="a second dump, set beside the first"
+    )
+    parser.add_argument(
+        "--cap",
+        type=caps,
+        default=(2.0, 5.0),
+        metavar="X,...",
+        help="ratios beyond which tokens and responses are counted; default: 2,5",
+    )
+
+
+def dump(text: str) -> Path:
+    """Accept a file or folder that is there."""
+    path = Path(text)
+    if not text or not path.exists():
+        raise argparse.ArgumentTypeError(f"{text!r} is not there; allowed: a file or folder")
+    return path
+
+
+def columns(text: str) -> Mapping[str, str]:
+    """Read FIELD=NAME pairs."""
+    found: dict[str, str] = {}
+    for pair in text.split(","):
+        field, equals, name = (part.strip() for part in pair.partition("="))
+        if not (field and equals and name) or field in found:
+            raise argparse.ArgumentTypeError(
+                f"{pair!r}; allowed: field=column pairs, each field once, joined by commas"
+            )
+        found[field] = name
+    return found
+
+
+def caps(text: str) -> tuple[float, ...]:
+    """Read ratios above 1, in order."""
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        found = [0.0]
+    if not all(1 < cap < math.inf for cap in found):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers above 1, joined by commas")
+    return tuple(found)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, judge, print; a sign that is raised is a finding, not a failure."""
+    if arguments.columns is not None:
+        from windage.analysis.diagnose.readers.plain import named
+
+        named(arguments.columns)
+        if arguments.dump is None:
+            raise BadInput("--columns needs a dump; allowed: a file or folder before it")
+    one_thread()
+    from windage.analysis.diagnose.document import demo, diagnose
+
+    with progress("rows") as advance:
+        document = diagnose(
+            demo() if arguments.dump is None else arguments.dump,
+            columns=arguments.columns,
+            compare=arguments.compare,
+            caps=arguments.cap,
+            advance=lambda done: advance(done, done),
+        )
+    deliver(document, arguments)
+    return 0
