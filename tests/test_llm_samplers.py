@@ -329,6 +329,8 @@ def test_requests_that_cannot_be_served_are_refused(model_of):
         sampler.sample([replace(one, prompt_ids=())], Sampling())
     with refused("512 together"):
         sampler.sample([replace(one, prompt_ids=(2,) * 500)], Sampling())
+    with refused("a token of a prompt is 30", "to 29"):
+        sampler.sample([replace(one, prompt_ids=(2, 30))], Sampling())
     with refused("count is 0"):
         sampler.sample([replace(one, count=0)], Sampling())
     with refused("top_p is 0"):
@@ -426,6 +428,16 @@ def test_a_sync_that_did_not_take_is_caught(model_of, engine):
     assert [n for n, p in model.named_parameters() if not p.isfinite().all()] == []
 
 
+def test_in_half_precision_the_rehearsal_measures_by_the_gap_before(model_of):
+    """A tolerance that rounding needs lets an output layer pass that was left behind."""
+    model = model_of().to(torch.bfloat16)
+    wide = Tolerance(mean=9.0, largest=99.0)
+    probe(TransformersSampler(model, stop_ids=()), model, wide)
+    with refused("stale", error=StaleWeights):
+        probe(TiedHeadLeftBehind(model, stop_ids=()), model, wide)
+    model.float()
+
+
 def test_no_number_is_within_the_tolerance(model_of):
     sampler = TransformersSampler(model_of(), stop_ids=())
     logp = [torch.full((len(r),), math.nan) for _, r in PROBES]
@@ -439,5 +451,5 @@ def test_every_number_changes_by_some_percent_and_comes_back(dtype):
     kept = x.clone()
     with changed([x]):
         ratio = (x.double() / kept.double() - 1).abs()
-    assert ratio.min() > 0.03 and ratio.max() < 0.07
+    assert ratio.min() > 0.06 and ratio.max() < 0.13
     assert torch.equal(x, kept)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_language_model
@@ -235,5 +236,33 @@ def test_what_the_caller_raises_between_tokens_is_its_own(engine):
     with refused("of the trainer", error=LookupError):
         sampler.sample(REQUESTS, Sampling(), between)
     assert not sampler._engine.has_unfinished_requests()
-    with refused("vLLM refuses"):
+    with refused("a token of a prompt is 999"):
         sampler.sample([replace(REQUESTS[0], prompt_ids=(2, 999))], Sampling())
+
+
+SMOL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+
+
+@pytest.mark.long
+@needs_vllm
+@pytest.mark.skipif(not SMOL.exists(), reason="no SmolLM2 here: run `make model`")
+def test_a_real_model_is_that_of_transformers_token_by_token(monkeypatch):
+    loaded = models.load(SMOL)
+    trainer = TransformersSampler(loaded.policy.model, stop_ids=(), share=True)
+    sampler = vllm.VllmSampler(str(SMOL), stop_ids=loaded.stop_ids, dtype="float32", longest=512)
+    asked = Request(prompt_ids=models.encode(loaded, "What is 17 + 25?"), count=8, seed=0)
+    (found,) = sampler.sample([asked], Sampling(max_tokens=24))
+    sequences = [(asked.prompt_ids, r.ids.tolist()) for r in found]
+    for ours, theirs in zip(found, trainer.score(sequences), strict=True):
+        torch.testing.assert_close(ours.behavior_logp, theirs, rtol=0, atol=CLOSE)
+    monkeypatch.setattr(vllm, "packed_again", lambda model: None)
+    with refused("stale", error=probe.StaleWeights):
+        probe.rehearse(
+            sampler,
+            list(loaded.policy.parameters()),
+            lambda: models.weights(loaded.policy),
+            lambda: trainer.score(sequences),
+            sequences,
+            probe.TOLERANCES["bfloat16"],
+        )
+    sampler.close()

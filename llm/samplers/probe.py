@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -21,12 +21,12 @@ from windage.estimators.errors import positive
 from windage.llm.samplers.protocol import Sampler, SamplerFault, Weights
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
-# The fourth highest bit of a mantissa: 3 to 6 % of the number.
+# The third highest bit of a mantissa: 6 to 13 % of the number.
 BITS = {
-    torch.float64: (torch.int64, 1 << 48),
-    torch.float32: (torch.int32, 1 << 19),
-    torch.bfloat16: (torch.int16, 1 << 3),
-    torch.float16: (torch.int16, 1 << 6),
+    torch.float64: (torch.int64, 1 << 49),
+    torch.float32: (torch.int32, 1 << 20),
+    torch.bfloat16: (torch.int16, 1 << 4),
+    torch.float16: (torch.int16, 1 << 7),
 }
 
 
@@ -51,12 +51,15 @@ class Tolerance:
         positive(mean=self.mean, largest=self.largest)
 
 
-# Two engines agree in float32 to 2e-5; in bfloat16 a single unlikely token may be nats apart where
-# the mean is below 0.1.
+# SmolLM2-135M in vLLM and in transformers: 6e-6 in the mean and 5e-5 at most in float32, 0.04 and
+# 0.5 in bfloat16, where the limit of one token is wide because an unlikely one may be farther off.
 TOLERANCES = {
     "float32": Tolerance(mean=1e-3, largest=1e-3),
-    "bfloat16": Tolerance(mean=0.3, largest=5.0),
+    "bfloat16": Tolerance(mean=0.1, largest=5.0),
 }
+# How the mean gap may grow when all weights are changed: there 0.040 became 0.055 after a sync that
+# took, and 0.66 after one that left the output layer behind.
+GROWTH, ROOM = 3.0, 1e-3
 
 
 @final
@@ -109,7 +112,7 @@ def rehearse(
     sequences: Sequences,
     tolerance: Tolerance,
 ) -> Gap:
-    """Sync once with every weight changed by 3 to 6 %, and back, and check both.
+    """Sync with every weight changed by 6 to 13 %, and back, and check both.
 
     The trainer's weights come out bit by bit as they went in.
 
@@ -117,19 +120,23 @@ def rehearse(
         parameters: of the trainer's model; those that are trained and those that are not.
         weights: gives them by name, as for `load`.
         score: the trainer's log-probabilities of the probes.
+        tolerance: of the weights as they are; changed, the mean gap is measured by theirs.
 
     Returns:
-        The gap of the second sync.
+        The gap of the last sync.
 
     Raises:
         StaleWeights: a sync that did not reach every weight, or left something that the old ones
             computed.
     """
     version = sampler.version
-    sampler.score(sequences)  # fills what an engine keeps of prefixes
+    sampler.load(weights(), version)
+    # Scoring fills what an engine keeps of prefixes, too.
+    before = check(sampler, sequences, score(), tolerance)
     with changed(parameters):
         sampler.load(weights(), version)
-        check(sampler, sequences, score(), tolerance)
+        mean = GROWTH * before.mean + ROOM
+        check(sampler, sequences, score(), replace(tolerance, mean=mean))
     sampler.load(weights(), version)
     return check(sampler, sequences, score(), tolerance)
 

@@ -107,15 +107,18 @@ class Response:
     head_behavior_logp: Float[Tensor, "T K"] | None = None
 
 
-def checked(requests: Sequence[Request], longest: int, sampling: Sampling) -> None:
+def checked(
+    requests: Sequence[Request], sampling: Sampling, *, longest: int, vocabulary: int
+) -> None:
     """Refuse requests that cannot be served as they are meant.
 
     Args:
         longest: tokens of prompt and response together that the engine takes.
+        vocabulary: tokens that it knows.
 
     Raises:
-        BadInput: a prompt without tokens or too long, a count below 1, or seeds that two responses
-            would share: their draws would not be independent.
+        BadInput: a prompt without tokens, too long or of unknown tokens, a count below 1, or seeds
+            that two responses would share: their draws would not be independent.
     """
     sampling.check()
     seeds = sorted((r.seed, r.seed + r.count) for r in requests)
@@ -128,6 +131,8 @@ def checked(requests: Sequence[Request], longest: int, sampling: Sampling) -> No
                 f"a prompt has {size} tokens and its response up to {sampling.max_tokens}; "
                 f"allowed: at least one, and {longest} together"
             )
+        within(0, vocabulary - 1, **{"a token of a prompt": min(request.prompt_ids)})
+        within(0, vocabulary - 1, **{"a token of a prompt": max(request.prompt_ids)})
     for (first, end), (second, _) in pairwise(seeds):
         if second < end:
             raise BadInput(

@@ -210,6 +210,11 @@ class TransformersSampler:
         settings = self.model.config.get_text_config()
         return int(getattr(settings, "max_position_embeddings", 1 << 20))
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, between: Between | None = None
     ) -> list[list[Response]]:
@@ -219,7 +224,7 @@ class TransformersSampler:
             BadInput: a setting or a request that cannot be served.
             SamplerFault: a log-probability that is not finite; names the response.
         """
-        checked(requests, self.longest, sampling)
+        checked(requests, sampling, longest=self.longest, vocabulary=self.vocabulary)
         start = time.perf_counter()
         queue = deque(
             _Row((r, i), request.prompt_ids, request.seed + i)

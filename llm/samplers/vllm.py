@@ -176,6 +176,7 @@ class VllmSampler:
             self._engine = self._vllm.v1.engine.llm_engine.LLMEngine.from_engine_args(made)
         except Exception as problem:
             raise BadInput(f"vLLM cannot take the model {str(path)!r}: {_line(problem)}") from None
+        self._vocabulary = int(self._engine.model_config.get_vocab_size())
 
     def sample(
         self, requests: Sequence[Request], sampling: Sampling, between: Between | None = None
@@ -186,7 +187,7 @@ class VllmSampler:
             BadInput: a setting or a request that cannot be served.
             SamplerFault: a log-probability that is not finite, or the engine ended.
         """
-        checked(requests, self.longest, sampling)
+        checked(requests, sampling, longest=self.longest, vocabulary=self._vocabulary)
         start = time.perf_counter()
         queue = deque(
             _Row((r, i), request.prompt_ids, request.seed + i)
@@ -235,10 +236,7 @@ class VllmSampler:
         self._count += 1
         name = str(self._count)
         asked = {"prompt_token_ids": list(prompt), "cache_salt": str(self.version)}
-        try:
-            self._engine.add_request(name, asked, params)
-        except ValueError as problem:
-            raise BadInput(f"vLLM refuses a request: {_line(problem)}") from None
+        self._engine.add_request(name, asked, params)
         return name
 
     def _step(self) -> list[Any]:
