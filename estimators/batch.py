@@ -56,6 +56,11 @@ ROLLOUT_OPTIONAL = {
     "reference_logp": "numbers",
     "components": "numbers",
     "verdict": "text or null",
+    "logp": "numbers",
+    "raw_logp": "numbers",
+    "probability_square": "numbers",
+    "advantages": "numbers",
+    "turns": "integers",
 }
 
 

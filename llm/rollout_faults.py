@@ -22,6 +22,10 @@ LIMITS = {
     "behavior_logp": (-math.inf, ROUNDING),
     "proximal_logp": (-math.inf, ROUNDING),
     "reference_logp": (-math.inf, ROUNDING),
+    "logp": (-math.inf, ROUNDING),
+    "raw_logp": (-math.inf, ROUNDING),
+    "probability_square": (0, 1 + ROUNDING),
+    "turns": (0, math.inf),
     "temperature": (0, math.inf),
     "top_p": (0, 1),
     "top_k": (1, math.inf),
@@ -141,7 +145,7 @@ def _allowed(name: str) -> str:
     if low > -math.inf:
         words += f" from {low:g}"
     if high < math.inf:
-        words += f" to {0 if high == ROUNDING else high:g}"
+        words += f" to {high if float(high).is_integer() else round(high - ROUNDING):g}"
     return words
 
 

@@ -17,6 +17,11 @@ The columns are those of `ROLLOUT_FIELDS` and, where recorded, of `ROLLOUT_OPTIO
     proximal_logp, reference_logp   nats
     components             parts of the reward
     verdict                of the task: `right`, `format`, `wrong` or `invalid`
+    logp                   nats, under the policy that was trained, as late as is known
+    raw_logp               nats, of the engine before temperature, top-p and top-k
+    probability_square     sum of squared probabilities of all tokens before the token
+    advantages             as the trainer used them
+    turns                  number of the turn in which the token was written
 
 Each file's metadata holds the schema and the fingerprint of the tokenizer; there is no pickle and
 no extension type, so any parquet tool reads them.  A step is written once and never again.
@@ -48,7 +53,8 @@ from windage.llm.rollout_faults import COLUMNS, HEAD, faults, lengths_of, padded
 
 SCHEMA = f"windage/rollouts/{SCHEMA_VERSION}"
 ROWS = 64
-BATCH = {field.name for field in fields(Batch)}
+# What the policy being trained says is said anew by its next forward pass.
+BATCH = {field.name for field in fields(Batch)} - {"logp", "probability_square"}
 STEP = re.compile(r"step-(\d{8})\.parquet")
 Row = Mapping[str, Any]
 

@@ -61,6 +61,11 @@ def row(number: int, *, heads: int = 2, optional: bool = True) -> dict[str, Any]
             "reference_logp": -rng.random(t),
             "components": rng.random(2),
             "verdict": ("right", None)[number % 2],
+            "logp": -rng.random(t),
+            "raw_logp": -rng.random(t),
+            "probability_square": rng.random(t),
+            "advantages": rng.random(t) - 0.5,
+            "turns": rng.integers(0, 3, t),
         }
     return found
 
@@ -390,7 +395,7 @@ def test_rows_become_the_batch_of_their_columns(tmp_path):
         **{
             name: [one[name].tolist() for one in rows(8)]
             for name in (*ROLLOUT_OPTIONAL, "behavior_logp", "versions")
-            if name != "verdict"
+            if name in rollouts.BATCH
         },
     )
     for name, value in vars(expected).items():
