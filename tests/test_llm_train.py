@@ -1,0 +1,242 @@
+"""The loop on tiny models: it learns in every mode, and sizes that should not matter do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from checks import assert_close, refused
+from safetensors.torch import load_file
+from tiny_language_model import make
+
+from windage.llm import config, journal, run, sources
+from windage.llm.draw import Drawn
+from windage.llm.rollouts import read, steps
+from windage.llm.samplers.transformers import TransformersSampler
+from windage.llm.tasks.protocol import Question
+from windage.llm.train import curated, plan, train
+from windage.llm.verify import Verdict
+
+
+class Sevens:
+    """Right is a response that begins with a 7."""
+
+    name = "sevens"
+
+    def questions(self, split, seed, start, count):
+        return [
+            Question(id=f"{n}", text=f"{n % 3}", answer="7") for n in range(start, start + count)
+        ]
+
+    def judge(self, pairs, cut):
+        words = ["right" if text.startswith("7") else "wrong" for _, text in pairs]
+        return [Verdict(word=word, stopped=None, seconds=0.0) for word in words]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("model") / "tiny", width=16, layers=1)
+
+
+@pytest.fixture(autouse=True)
+def sevens(monkeypatch):
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Sevens())
+
+
+def of(base_model: Path, folder: Path, /, **sections: dict) -> config.Config:
+    base = config.build(
+        {
+            "model": {"path": str(base_model), "device": "cpu"},
+            "recipe": {"name": "rloo"},
+            "sampling": {"max_tokens": 3},
+            "train": {"steps": 2, "prompts": 4, "group_size": 4, "learning_rate": 0.02},
+            "run": {"folder": str(folder), "card": False},
+        }
+    )
+    return config.build(sections, base)
+
+
+def trained(base_model: Path, folder: Path, /, **sections: dict) -> list[dict]:
+    """The records of a run."""
+    records: list[dict] = []
+    train(run.start(of(base_model, folder, **sections)), records.append)
+    return records
+
+
+def weights(folder: Path, step: int = 2) -> torch.Tensor:
+    named = load_file(folder / "checkpoints" / f"checkpoint-{step:08d}" / "model.safetensors")
+    return torch.cat([named[name].flatten() for name in sorted(named)])
+
+
+MODES = {
+    "synchronous": {"mode": "synchronous"},
+    "one step off": {"mode": "one step off"},
+    "asynchronous": {"mode": "asynchronous", "max_lag": 2},
+    "iterated": {"mode": "iterated", "steps": 3, "prompts": 12, "minibatches": 3, "data_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_learns_in_every_mode(mode, model, tmp_path):
+    told = {"steps": 12, "prompts": 6, "learning_rate": 0.06, **MODES[mode]}
+    found = trained(model, tmp_path / "run", train=told, recipe={"name": "token_tis"})
+    assert found[0]["reward/mean"] < 0.35
+    assert found[-1]["reward/mean"] > 0.7
+    limit = {"synchronous": 0, "one step off": 1, "asynchronous": 2, "iterated": 5}[mode]
+    assert max(record["lag/max"] for record in found) <= limit
+    if mode in ("one step off", "asynchronous"):
+        assert max(record["lag/max"] for record in found) >= 1
+
+
+def test_it_learns_from_a_store_alone(model, tmp_path):
+    trained(model, tmp_path / "made", train={"prompts": 40, "learning_rate": 0.0})
+    told = {"mode": "offline", "store": str(tmp_path / "made" / "rollouts"), "data_epochs": 3}
+    before = {"every": 1, "questions": 12, "samples": 4}
+    trained(
+        model,
+        tmp_path / "run",
+        train={**told, "steps": 0, "prompts": 8},
+        recipe={"name": "topr"},
+        task={"low": -1.0},
+        evaluate=before,
+    )
+    told = journal.read(tmp_path / "run" / "evaluate.jsonl")
+    assert told[0]["pass_at_1"] < 0.35 < 0.6 < told[-1]["pass_at_1"]
+    assert not (tmp_path / "run" / "rollouts").exists()
+
+
+def test_the_size_of_micro_batches_moves_no_weight(model, tmp_path):
+    for size in (1, 3, 16):
+        trained(model, tmp_path / f"{size}", train={"micro_batch": size, "optimizer": "sgd"})
+    for size in (1, 3):
+        assert_close(weights(tmp_path / f"{size}"), weights(tmp_path / "16"), relative=1e-6)
+
+
+def test_the_store_holds_every_response_with_its_reason(model, tmp_path):
+    recipe = {"name": "dapo"}
+    found = trained(model, tmp_path / "run", recipe=recipe, train={"refill": 2, "group_size": 2})
+    folder = tmp_path / "run" / "rollouts"
+    assert steps(folder) == [1, 2]
+    fingerprint = run.models.load(model).fingerprint
+    rows = list(read(folder, tokenizer=fingerprint))
+    reasons = Counter(row["rejected"] for row in rows)
+    assert reasons["group without signal, another was drawn"] > 0
+    assert len(rows) > 2 * 4 * 2
+    assert {row["group_id"][:2] for row in rows} >= {"0:", "1-"}
+    assert all(row["verdict"] in ("right", "wrong") for row in rows)
+    assert found[-1]["updates"] == 2
+
+
+def test_minibatches_and_passes_are_updates_of_whole_groups(model, tmp_path):
+    told = {"passes": 2, "minibatches": 2, "steps": 1}
+    assert trained(model, tmp_path / "run", train=told)[0]["updates"] == 4
+    made = run.start(of(model, tmp_path / "other", train=told))
+    rows = [{"group_id": f"{n // 4}"} for n in range(16)]
+    parts = list(plan(made, rows, 0))
+    assert [ends for _, ends in parts] == [False, True, False, True]
+    for first, second in (parts[:2], parts[2:]):
+        assert sorted(first[0] + second[0]) == list(range(16))
+        assert {n // 4 for n in first[0]}.isdisjoint(n // 4 for n in second[0])
+    assert parts[0] != parts[2]
+
+
+def test_curating_leaves_a_share_of_positives_and_says_so():
+    rows = [{"rejected": None, "reward": float(n < 30)} for n in range(200)]
+    for share in (0.1, 0.5, 0.9, 1.0):
+        kept = [row for row in curated(rows, share, seed=0, step=1) if row["rejected"] is None]
+        good = sum(row["reward"] for row in kept)
+        assert good / len(kept) == pytest.approx(share, abs=0.01)
+    assert curated(rows, 0, seed=0, step=1) is rows
+    out = curated(rows, 0.5, seed=0, step=1)
+    assert sum(row["rejected"] == "curated" for row in out) == 140
+    assert out != curated(rows, 0.5, seed=0, step=2)
+
+
+def test_adapters_train_and_the_checkpoint_holds_the_merged_model(model, tmp_path):
+    trained(model, tmp_path / "run", model={"lora_rank": 2}, train={"learning_rate": 0.1})
+    before = load_file(model / "model.safetensors")
+    after = load_file(tmp_path / "run/checkpoints/checkpoint-00000002/model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("proj" in name for name in moved)
+    run.models.load(tmp_path / "run/checkpoints/checkpoint-00000002")
+
+
+def test_a_sampler_without_the_new_weights_stops_the_run(model, tmp_path, monkeypatch):
+    real = TransformersSampler.load
+
+    def stale(self, weights, version, **settings):
+        real(self, ((n, w) for n, w in weights) if version == 0 else (), version, **settings)
+
+    monkeypatch.setattr(
+        TransformersSampler,
+        "load",
+        lambda s, w, v, **k: real(s, w, v, **k) if v == 0 else setattr(s, "version", v),
+    )
+    with refused("the weights of the sampler are stale: at version 1"):
+        trained(model, tmp_path / "run")
+
+
+def test_a_folder_with_a_run_and_a_foreign_store_are_refused(model, tmp_path):
+    trained(model, tmp_path / "run")
+    with refused("holds a run; allowed: another folder, or --resume"):
+        run.start(of(model, tmp_path / "run"))
+    other = make(tmp_path / "other", vocab=("a", "b", "7"))
+    told = {"mode": "offline", "store": str(tmp_path / "run" / "rollouts"), "steps": 0}
+    with refused("was written with another tokenizer"):
+        run.start(of(other, tmp_path / "new", train=told))
+    told["store"] = str(tmp_path / "nothing")
+    with refused("is no folder"):
+        run.start(of(model, tmp_path / "new", train=told))
+
+
+class Dying:
+    """A sampler that dies now and then."""
+
+    left = 3
+
+    def __init__(self, inner):
+        self.inner, self.version = inner, inner.version
+
+    def sample(self, requests, sampling, between=None):
+        if Dying.left and requests[0].prompt_ids:
+            Dying.left -= 1
+            raise RuntimeError("the engine is gone")
+        return self.inner.sample(requests, sampling, between)
+
+    def load(self, weights, version, *, keep_cache=False):
+        self.inner.load(weights, version, keep_cache=keep_cache)
+        self.version = version
+
+    def score(self, sequences):
+        return self.inner.score(sequences)
+
+    def close(self):
+        pass
+
+
+def test_an_engine_that_dies_is_made_again(model, tmp_path, monkeypatch):
+    real = run.sampler_of
+    monkeypatch.setattr(run, "sampler_of", lambda *a: Dying(real(*a)))
+    Dying.left = 3
+    found = trained(model, tmp_path / "run", train={"mode": "asynchronous"})
+    assert found[-1]["deaths"] == 3
+    Dying.left = 99
+    with refused("the sampler died 4 times in a row at step 0: RuntimeError: the engine is gone"):
+        trained(model, tmp_path / "more", train={"mode": "asynchronous"})
+
+
+def test_order_and_seeds_depend_on_the_place_alone(model, tmp_path):
+    made = run.start(of(model, tmp_path / "run"))
+    order = sources.Order(prompts=2, group_size=2, seed=0)
+    both = order.ask(made.desk, 0, count=4)
+    second = order.ask(made.desk, 1)
+    assert all(isinstance(one, Drawn) for one in both)
+    for ours, theirs in zip(both[4:], second, strict=True):
+        assert ours.row["sample_id"] == theirs.row["sample_id"]
+        assert ours.row["response_ids"].tolist() == theirs.row["response_ids"].tolist()
