@@ -29,7 +29,6 @@ from windage.analysis.diagnose.words import words
 from windage.estimators.errors import BadInput
 
 SCHEMA = "windage/diagnose/1"
-DEMO = "diagnose the dump that ships with windage"
 SHOWN = 20
 BY = ("mismatch/k1", "mismatch/k3", "mismatch/chi2", "ratio/mean")
 
@@ -156,6 +155,15 @@ def collect(rows: Iterable[Row], caps: Sequence[float] = CAPS) -> Diagnosis:
     for some in gathered(rows):
         found.add(some)
     return found
+
+
+def collect_evidence(rows: Iterable[Row]) -> tuple[Evidence, dict[str, bool]]:
+    """What the signs alone are read from."""
+    evidence, settings = Evidence(), False
+    for some in gathered(rows):
+        evidence.add(block(some))
+        settings = settings or any(processed(row) for row in some)
+    return evidence, {"processed": settings}
 
 
 def look(

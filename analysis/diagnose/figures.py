@@ -72,9 +72,10 @@ def _paint_bins(
             ha="right" if by != "lag" or crowded else "center",
         )
         axes.set_xlabel(AXES[by])
-        axes.set_ylim(bottom=0)
         axes.grid(axis="y", color=PALE, lw=0.6)
         axes.set_axisbelow(True)
+    top = max(row["k3"] + (row["k3_half_width"] or 0.0) for _, rows in found for row in rows)
+    grid[0].set_ylim(0, 1.05 * top or 1.0)
     grid[0].set_ylabel("mismatch a token, nats")
     yield from ()
 

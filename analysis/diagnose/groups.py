@@ -18,7 +18,7 @@ from windage.analysis.diagnose.mismatch import truncated
 from windage.analysis.diagnose.rows import Row
 from windage.analysis.diagnose.sums import BUCKETS, Figure, Named, Sums, bucket, figure
 
-KEPT = 1 << 18
+KEPT = 1 << 17
 
 
 @final

@@ -41,9 +41,9 @@ def student(freedom: int) -> float:
         >>> round(student(63), 3)
         1.998
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
-    return float(t.ppf(0.975, freedom))
+    return float(stdtrit(freedom, 0.975))
 
 
 @final

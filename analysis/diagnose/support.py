@@ -34,7 +34,14 @@ from windage.analysis.diagnose.rows import Row
 from windage.analysis.diagnose.sums import Figure, bucket
 from windage.analysis.diagnose.tails import Tail, threshold
 from windage.estimators.advantage import constant
-from windage.estimators.agreement import direction, gram, score_bounds, signal_to_noise, space
+from windage.estimators.agreement import (
+    Space,
+    direction,
+    gram,
+    score_bounds,
+    signal_to_noise,
+    space,
+)
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.diagnostics import effective_log_ratio
@@ -221,6 +228,8 @@ def _measured(parts: Sequence[Sequence[Sequence[Row]]], recorded: bool) -> Suppo
         norms = norms_of(batch)
         own = {}
         ids = _ids(batch, part)
+        told = ids is not None and batch.probability_square is not None
+        at = space(batch, ids) if told else None
         for name, entry in list(wanted.items()):
             try:
                 made = entry(batch)
@@ -229,7 +238,7 @@ def _measured(parts: Sequence[Sequence[Sequence[Row]]], recorded: bool) -> Suppo
                 del wanted[name], runs[name]
                 continue
             own[name] = made.own[batch.mask].double()
-            runs[name].add(entry, batch, made, ids, len(grams))
+            runs[name].add(entry, batch, made, at, len(grams))
         grams.append((own, norms))
     names = tuple(wanted)
     table = np.stack(
@@ -296,7 +305,7 @@ class _Run:
         self.signal: list[float] = []
 
     def add(
-        self, entry: Estimator, batch: Batch, made: Coefficients, ids: Tensor | None, number: int
+        self, entry: Estimator, batch: Batch, made: Coefficients, at: Space | None, number: int
     ) -> None:
         own = made.own[batch.mask].double()
         self.sums["count"].append(float(len(own)))
@@ -307,8 +316,7 @@ class _Run:
         self.tail.add(weights[weights > 0].log().numpy())
         effective = effective_log_ratio(entry, batch, made.terms.advantages)
         self.kept.add(number, of_weights(batch, made, effective))
-        if ids is not None and batch.probability_square is not None:
-            at = space(batch, ids)
+        if at is not None:
             ratio = signal_to_noise(direction(made, batch, at), at)
             self.signal.append(math.nan if ratio is None else ratio)
 
