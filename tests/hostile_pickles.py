@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import struct
 import zipfile
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 HEAD = b"\x80\x02"
+COMMAND = "touch ran"
 NAMES = (
     "os.system",
     "posix.system",
@@ -54,12 +55,12 @@ NAMES = (
     "multiprocessing.util.spawnv_passfds",
     "urllib.request.urlopen",
 )
-COMMAND = "touch {place}/ran"
+pack = struct.pack
 
 
 def text(words: str) -> bytes:
     """A text on the stack."""
-    return b"X" + struct.pack("<I", len(words.encode())) + words.encode()
+    return b"X" + pack("<I", len(words.encode())) + words.encode()
 
 
 def name(whole: str) -> bytes:
@@ -68,181 +69,102 @@ def name(whole: str) -> bytes:
     return f"c{module}\n{last}\n".encode()
 
 
-def called(whole: str, place: Path) -> dict[str, bytes]:
-    """A call with a command, in the four ways that there are."""
-    command = text(COMMAND.format(place=place))
-    return {
-        f"{whole}, called": name(whole) + command + b"\x85R",
-        f"{whole}, made": name(whole) + command + b"\x85\x81",
-    }
+def called(whole: str) -> bytes:
+    """A call of a name with a command."""
+    return name(whole) + text(COMMAND) + b"\x85R"
 
 
 def inside(value: bytes) -> bytes:
     """A dump with a value where a sample should be."""
-    return text("rollout_id") + b"K\x05" + text("samples") + b"](" + value + b"e"
+    parts = text("rollout_id") + b"K\x05" + text("samples") + b"](" + value + b"e"
+    return HEAD + b"}(" + parts + b"u."
 
 
-def calls(place: Path) -> Iterator[tuple[str, bytes]]:
-    """Calls alone, in a sample, and in a field of a sample."""
-    for n, whole in enumerate(NAMES):
-        for label, call in called(whole, place).items():
-            yield label, HEAD + b"}(" + text("rollout_id") + call + b"u."
-        if n % 2:
-            yield (
-                f"{whole}, sample",
-                HEAD + b"}(" + inside(called(whole, place)[f"{whole}, called"]) + b"u.",
-            )
-    system = called("os.system", place)["os.system, called"]
-    field = b"}(" + text("tokens") + b"]" + text("metadata") + system + b"u"
-    yield "in a field", HEAD + b"}(" + inside(field) + b"u."
-    yield "as a key", HEAD + b"}(" + text("rollout_id") + b"K\x01" + system + b"K\x01u."
-    yield "at the top", HEAD + text("rollout_id") + b"0" + system + b"."
-    yield (
-        "nested",
-        HEAD
-        + text("rollout_id")
-        + b"0"
-        + name("builtins.map")
-        + b"("
-        + name("os.system")
-        + b"]("
-        + text("touch " + str(place / "ran"))
-        + b"etR.",
-    )
-    yield (
-        "call of a call",
-        HEAD
-        + text("rollout_id")
-        + b"0"
-        + name("builtins.getattr")
-        + b"("
-        + name("os.path")
-        + text("system")
-        + b"tR"
-        + text(f"touch {place}/ran")
-        + b"\x85R.",
-    )
-    yield (
-        "by two texts",
-        b"\x80\x04"
-        + text("rollout_id")
-        + b"0"
-        + text("os")
-        + text("system")
-        + b"\x93"
-        + text(f"touch {place}/ran")
-        + b"\x85R.",
-    )
-    yield (
-        "state of a stranger",
-        HEAD
-        + text("rollout_id")
-        + b"0"
-        + name("os.environ")
-        + b")\x81}("
-        + text("__setstate__")
-        + name("os.system")
-        + b"ub.",
-    )
-    yield "state of a list", HEAD + text("rollout_id") + b"0](K\x01e}b."
-
-
-def nonsense(place: Path) -> Iterator[tuple[str, bytes]]:
-    """Opcodes of old, of extensions, and those that end too early or take too much."""
-    start = HEAD + text("rollout_id") + b"0"
-    system = f"touch {place}/ran"
-    yield "instance", start + b"(" + text(system) + b"ios\nsystem\n."
-    yield "object", start + b"(" + name("os.system") + text(system) + b"o."
-    yield "extension", start + b"\x82\x01."
-    yield "persistent by line", start + b"P../../etc/passwd\n."
-    yield "bytearray", start + b"\x96" + struct.pack("<Q", 2**40) + b"."
-    yield "next buffer", start + b"\x97."
-    yield "text int", start + b"I99\n."
-    yield "frozen set", b"\x80\x04" + start + b"(K\x01\x91."
-    yield "ends early", start
-    yield "empty", b""
-    yield "a number only", start + b"K\x05."
-    yield "long text", start + b"\x8d" + struct.pack("<Q", 2**62) + b"a."
-    yield "long bytes", start + b"\x8e" + struct.pack("<Q", 2**63) + b"a."
-    yield "long number", start + b"\x8b" + struct.pack("<i", 2**30) + b"1."
-    yield "negative number", start + b"\x8b" + struct.pack("<i", -5) + b"1."
-    yield "note never made", start + b"h\x07."
-    yield "no mark", start + b"e."
-    yield "pops too often", start + b"00000."
-    yield "key that is a list", start + b"}]K\x01s."
-    yield "key that is a deep tuple", start + b"}" + b")" + b"\x85" * 100_000 + b"K\x01s."
-    yield "call of a number", start + b"K\x01)R."
-    yield (
-        "storage with a path",
-        HEAD + b"}" + text("rollout_id") + stored("../../../etc/passwd", 8, 8) + b"s.",
-    )
-    yield (
-        "storage of a link",
-        HEAD + b"}" + text("rollout_id") + stored("/etc/passwd", 8, 8) + b"s.",
-    )
-    yield (
-        "tensor beyond its numbers",
-        HEAD + b"}" + text("rollout_id") + stored("0", 8, 2**30) + b"s.",
-    )
-    yield (
-        "tensor without strides",
-        HEAD + b"}" + text("rollout_id") + stored("0", 8, 2**30, 0) + b"s.",
-    )
-    yield (
-        "tensor of a strange kind",
-        HEAD + b"}" + text("rollout_id") + stored("0", 8, 8, kind="QInt8Storage") + b"s.",
-    )
-    yield "list in itself", start + b"]q\x00(h\x00h\x00e."
-    yield "dictionary in itself", start + b"}q\x00K\x01h\x00s."
-    yield "nested lists", start + b"]" * 300_000 + b"a" * 299_999 + b"."
-    yield "laughs", start + laughs(200)
-    yield "laughs in samples", HEAD + b"}(" + inside(laughs(60)[:-1] + b"h\x00" * 2000) + b"u."
-    yield (
-        "repeated notes",
-        start
-        + b"]q\x00"
-        + b"".join(b"r" + struct.pack("<I", n) for n in range(2**31, 2**31 + 5000))
-        + b".",
-    )
-    yield (
-        "copies of a long text",
-        start
-        + text("a" * 100_000)
-        + b"q\x00"
-        + (b"c_codecs\nencode\nh\x00" + text("latin1") + b"\x86R") * 5000
-        + b".",
-    )
-    yield (
-        "copies of a long size",
-        start + b"(" + b"K\x01" * 50_000 + b"tq\x000" + (b"ctorch\nSize\nh\x00\x85R") * 5000 + b".",
-    )
-    yield "a billion marks", start + b"(" * 500_000 + b"."
+def field(value: bytes) -> bytes:
+    """A dump with a value where its number should be."""
+    return HEAD + b"}" + text("rollout_id") + value + b"s."
 
 
 def laughs(depth: int) -> bytes:
     """A list that holds the one before it ten times, and so on."""
-    made = b"](K\x01eq\x00"
-    for n in range(depth):
-        made += (
-            b"]("
-            + b"h"
-            + bytes([n % 256])
-            + (b"h" + bytes([n % 256])) * 9
-            + b"eq"
-            + bytes([(n + 1) % 256])
-        )
-    return made + b"."
+    notes = [bytes([n % 256]) for n in range(depth + 1)]
+    layers = (b"](" + (b"h" + a) * 10 + b"eq" + b for a, b in pairwise(notes))
+    return b"](K\x01eq\x00" + b"".join(layers)
 
 
 def stored(key: str, size: int, length: int, stride: int = 1, kind: str = "FloatStorage") -> bytes:
     """A tensor in a member of the archive."""
     storage = b"(" + text("storage") + name(f"torch.{kind}") + text(key) + text("cpu")
-    storage += b"J" + struct.pack("<i", size) + b"tQ"
-    shape = b"J" + struct.pack("<i", length) + b"\x85" + b"J" + struct.pack("<i", stride) + b"\x85"
+    storage += b"J" + pack("<i", size) + b"tQ"
+    shape = b"J" + pack("<i", length) + b"\x85J" + pack("<i", stride) + b"\x85"
     rest = b"\x89" + name("collections.OrderedDict") + b")R"
     return (
         name("torch._utils._rebuild_tensor_v2") + b"(" + storage + b"K\x00" + shape + rest + b"tR"
     )
+
+
+# A name to be recognized by, and then nothing but the value that follows.
+START = HEAD + text("rollout_id") + b"0"
+SYSTEM, RUN = name("os.system"), text(COMMAND) + b"\x85R."
+GETATTR, OS = name("builtins.getattr"), name("os.path")
+FIELDS = text("tokens") + b"]" + text("metadata") + called("os.system")
+
+CALLS = {
+    **{f"{whole}, called": field(called(whole)) for whole in NAMES},
+    **{f"{whole}, made": field(called(whole)[:-1] + b"\x81") for whole in NAMES},
+    **{f"{whole}, sample": inside(called(whole)) for whole in NAMES[1::2]},
+    "in a field": inside(b"}(" + FIELDS + b"u"),
+    "as a key": HEAD + b"}(" + text("rollout_id") + b"K\x01" + called("os.system") + b"K\x01u.",
+    "at the top": START + SYSTEM + RUN,
+    "nested": START + name("builtins.map") + b"(" + SYSTEM + b"](" + text(COMMAND) + b"etR.",
+    "call of a call": START + GETATTR + b"(" + OS + text("system") + b"tR" + RUN,
+    "by two texts": START + text("os") + text("system") + b"\x93" + RUN,
+    "state of a stranger": START
+    + (name("os.environ") + b")\x81}(" + text("__setstate__") + SYSTEM + b"ub."),
+    "state of a list": START + b"](K\x01e}b.",
+}
+
+NONSENSE = {
+    "instance": START + b"(" + text(COMMAND) + b"ios\nsystem\n.",
+    "object": START + b"(" + SYSTEM + text(COMMAND) + b"o.",
+    "extension": START + b"\x82\x01.",
+    "persistent by line": START + b"P../../etc/passwd\n.",
+    "bytearray": START + b"\x96" + pack("<Q", 2**40) + b".",
+    "next buffer": START + b"\x97.",
+    "text int": START + b"I99\n.",
+    "frozen set": START + b"(K\x01\x91.",
+    "ends early": START,
+    "empty": b"",
+    "a number only": START + b"K\x05.",
+    "long text": START + b"\x8d" + pack("<Q", 2**62) + b"a.",
+    "long bytes": START + b"\x8e" + pack("<Q", 2**63) + b"a.",
+    "long number": START + b"\x8b" + pack("<i", 2**30) + b"1.",
+    "negative number": START + b"\x8b" + pack("<i", -5) + b"1.",
+    "note never made": START + b"h\x07.",
+    "no mark": START + b"e.",
+    "pops too often": START + b"00000.",
+    "key that is a list": START + b"}]K\x01s.",
+    "key that is a deep tuple": START + b"})" + b"\x85" * 100_000 + b"K\x01s.",
+    "call of a number": START + b"K\x01)R.",
+    "storage with a path": field(stored("../../../etc/passwd", 8, 8)),
+    "storage of a link": field(stored("/etc/passwd", 8, 8)),
+    "tensor beyond its numbers": field(stored("0", 8, 2**30)),
+    "tensor without strides": field(stored("0", 8, 2**30, 0)),
+    "tensor of a strange kind": field(stored("0", 8, 8, kind="QInt8Storage")),
+    "list in itself": START + b"]q\x00(h\x00h\x00e.",
+    "dictionary in itself": START + b"}q\x00K\x01h\x00s.",
+    "nested lists": START + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "laughs": START + laughs(200) + b".",
+    "laughs in samples": inside(laughs(60) + b"h\x00" * 2000),
+    "many notes": START + b"]" + b"".join(b"r" + pack("<I", 2**31 + n) for n in range(5000)) + b".",
+    "copies of a long text": START
+    + (text("a" * 100_000) + b"q\x00")
+    + (b"c_codecs\nencode\nh\x00" + text("latin1") + b"\x86R") * 5000
+    + b".",
+    "copies of a long size": START
+    + (b"(" + b"K\x01" * 50_000 + b"tq\x000" + b"ctorch\nSize\nh\x00\x85R" * 5000 + b"."),
+    "many marks": START + b"(" * 100_000 + b".",
+}
 
 
 def archive(path: Path, data: bytes, *, compress: bool = False, main: str = "a/data.pkl") -> Path:

@@ -29,7 +29,9 @@ def opened(path: Path) -> pq.ParquetFile:
         Fault: it is damaged.
     """
     try:
-        file = pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
+        file = pq.ParquetFile(
+            path, page_checksum_verification=True, pre_buffer=False, buffer_size=2**20
+        )
         file.schema_arrow  # noqa: B018
         return file
     except BROKEN as problem:
