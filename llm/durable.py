@@ -237,3 +237,5 @@ def remove(path: Path) -> None:
             f"{str(path)!r} is not removed: {problem.strerror or problem}; allowed: a file or "
             "folder inside one that can be written to"
         ) from None
+    finally:  # interrupted
+        shutil.rmtree(beside, ignore_errors=True)

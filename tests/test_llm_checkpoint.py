@@ -264,6 +264,19 @@ def test_an_interrupted_callback_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["unlink", "rmdir"])
+def test_an_interrupted_removal_is_finished(name, calls, tmp_path):
+    def interrupt(*arguments, **settings):
+        raise KeyboardInterrupt
+
+    saved(tmp_path, 1), saved(tmp_path, 2)
+    with tampered(calls.index(name), interrupt), pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        path_of(tmp_path, step).name for step in (2, 3)
+    }
+
+
 def test_orphans_go_when_the_folder_is_opened_and_what_is_being_written_stays(tmp_path):
     dead = tmp_path / f"checkpoint-00000009.1{SUFFIX}"
 
