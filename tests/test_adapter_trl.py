@@ -27,8 +27,11 @@ from tokenizers import Tokenizer  # noqa: E402
 from tokenizers.models import WordLevel  # noqa: E402
 from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from windage.llm.adapters import trl  # noqa: E402
+from windage.llm.record import record_trl  # noqa: E402
+from windage.llm.rollouts import read, steps  # noqa: E402
 
 VOCAB, PROMPTS, GENERATIONS, LONGEST = 16, 3, 4, 6
 ROWS = PROMPTS * GENERATIONS
@@ -283,3 +286,49 @@ def test_without_a_rollout_function_the_sampler_is_the_trainer(tmp_path):
 def test_what_would_be_ignored_is_refused_at_configuration(name, settings, said, tmp_path):
     with refused(said, "allowed"):
         trl.check(config(tmp_path, name, 4, **settings))
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_plain_grpo_trainer_is_recorded_with_one_line(size, tmp_path):
+    """Tokens, masks, log-probabilities and rewards, whatever order TRL trains in."""
+    source = model()
+    told = Replay(source)
+    told.logprobs = [[min(x, 0.0) for x in row] for row in told.logprobs]
+    given = vars(config(tmp_path, "cispo", size))
+    settings = {k: given[k] for k in ("output_dir", "num_generations", "max_completion_length")}
+    args = GRPOConfig(
+        **settings,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=ROWS // size,
+        max_steps=2,
+        learning_rate=0.0,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=source,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["w2 w5", "w3 w5", "w4 w5"]}),
+        processing_class=tokenizer(),
+        rollout_func=told,
+    )
+    recorder = record_trl(trainer, tmp_path / "store")
+    trainer.train()
+    found = list(read(tmp_path / "store", tokenizer=recorder.tokenizer))
+    assert steps(tmp_path / "store") == [0, 1] and len(found) == 2 * ROWS
+    for n, row in enumerate(found[:ROWS]):
+        real = torch.tensor(told.mask[n])
+        assert row["response_ids"].tolist() == told.ids[n]
+        assert row["prompt_ids"].tolist() == told.prompts[n]
+        assert row["mask"].tolist() == told.mask[n]
+        assert row["reward"] == pytest.approx(told.rewards[n])
+        assert row["group_id"] == f"0/{n // GENERATIONS}"
+        expected = torch.where(real, torch.tensor(told.logprobs[n]), 0.0)
+        assert torch.allclose(torch.tensor(row["behavior_logp"]), expected, atol=1e-5)
+        now = torch.where(real, logp_of(model(), told.prompts[n], told.ids[n]), 0.0).float()
+        assert torch.allclose(torch.tensor(row["logp"]), now.detach(), atol=1e-5)
+        assert (row["versions"] == 0).all() and len(row["advantages"]) == len(told.ids[n])

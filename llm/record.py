@@ -1,0 +1,408 @@
+"""A recorder for runs of other engines: every response into a rollout store, beside the training.
+
+    record_trl(trainer, "run/rollouts")                     any GRPOTrainer of TRL
+    record_verl("run/rollouts")                             in verl's driver, before the trainer
+    record_verl(..., trainer=PPOTrainer)                    with the class of verl's v1 trainers
+
+The training thread copies tensors; a thread of its own turns them into rows and writes a step's
+file.  If the disk is slower than the run, training waits: nothing is left out silently, and what
+the thread could not write is raised at the next step.
+
+Differences from what the engines know:
+    1. `behavior_logp` falls back to the trainer's log-probabilities where the engine gave none.
+    2. `versions` is the number of optimizer steps at generation, unless the engine tells one.
+    3. TRL and verl tell no head, and TRL no sum of squared probabilities; those columns are absent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from windage.estimators.errors import BadInput
+from windage.llm.rollouts import Row, fingerprint, steps, write
+
+UNKNOWN = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": None,
+    "seed": None,
+    "elapsed": 0.0,
+    "rejected": None,
+}
+# verl's v1 trainers do not say why a response ended.
+UNTOLD = "untold"
+# Columns of the store by verl's names.
+VERL = {
+    "rollout_log_probs": "behavior_logp",
+    "old_log_probs": "proximal_logp",
+    "ref_log_prob": "reference_logp",
+    "advantages": "advantages",
+    "sum_pi_squared": "probability_square",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rectangle:
+    """Responses of one step, as an engine holds them.
+
+    Args:
+        prompts: tokens of each prompt, without padding.
+        lengths: tokens of each response, tools' included.
+        tokens: columns `[B T]`, padded at the end.
+        responses: columns with one entry a response.
+        constants: what all responses share.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    tokens: Mapping[str, Tensor]
+    responses: Mapping[str, Sequence[Any]]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> Iterator[Row]:
+        """Rows of the store."""
+        columns = {name: value.numpy() for name, value in self.tokens.items()}
+        for b, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+            yield {
+                **UNKNOWN,
+                **self.constants,
+                "prompt_ids": prompt,
+                **{name: value[b, :length] for name, value in columns.items()},
+                **{name: values[b] for name, values in self.responses.items()},
+            }
+
+
+class Recorder:
+    """Writes steps to a store in a thread of its own.
+
+    Args:
+        folder: of the store; continues after the steps that it holds.
+        tokenizer: its `fingerprint`.
+    """
+
+    def __init__(self, folder: Path, *, tokenizer: str) -> None:
+        self.folder, self.tokenizer = folder, tokenizer
+        self.next = max(steps(folder), default=-1) + 1 if folder.exists() else 0
+        self._queue: Queue[tuple[int, Callable[[], Iterable[Row]]] | None] = Queue(maxsize=2)
+        self._problem: Exception | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, rows: Callable[[], Iterable[Row]]) -> int:
+        """Have the rows of one more step made and written.
+
+        Returns:
+            The step's number in the store.
+
+        Raises:
+            BadInput: an earlier step could not be written.
+        """
+        self._raise()
+        step, self.next = self.next, self.next + 1
+        self._queue.put((step, rows))
+        return step
+
+    def close(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            BadInput: a step could not be written.
+        """
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        self._raise()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            step, rows = item
+            if self._problem is None:
+                try:
+                    write(self.folder, step, rows(), tokenizer=self.tokenizer)
+                except Exception as problem:
+                    self._problem = problem
+
+    def _raise(self) -> None:
+        if self._problem is not None:
+            problem, self._problem = self._problem, None
+            raise BadInput(f"the recorder: {problem}") from problem
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """The fingerprint of a transformers tokenizer."""
+    found = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    return fingerprint([token for token, _ in found])
+
+
+def here(value: Tensor) -> Tensor:
+    """A copy that training cannot change any more; numbers in single precision or wider."""
+    found = value.detach().to("cpu", copy=True)
+    return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
+
+
+def turns(mask: Tensor) -> Tensor:
+    """The number of each token's turn: one more whenever the policy goes on after a tool.
+
+    Example:
+        >>> turns(torch.tensor([[True, False, False, True]])).tolist()
+        [[0, 0, 0, 1]]
+    """
+    begins = mask[:, 1:] & ~mask[:, :-1]
+    return torch.nn.functional.pad(begins.long().cumsum(1), (1, 0))
+
+
+# verl.
+
+
+def record_verl(folder: str | Path, *, tokenizer: Any, trainer: type | None = None) -> Recorder:
+    """Record each batch at the moment when verl has computed its advantages.
+
+    Args:
+        folder: of the store.
+        tokenizer: of transformers.
+        trainer: a class of verl's v1 trainers; None: the trainers that hold a whole `DataProto`.
+
+    Returns:
+        The recorder, to be closed at the end.
+    """
+    recorder = Recorder(Path(folder), tokenizer=vocabulary(tokenizer))
+    if trainer is not None:
+        _after_v1(trainer, recorder)
+        return recorder
+    module = import_module("verl.trainer.ppo.ray_trainer")
+    inner = module.compute_advantage
+
+    def compute_advantage(data: Any, *given: Any, **named: Any) -> Any:
+        found = inner(data, *given, **named)
+        columns = dict(found.batch.items())
+        _put(recorder, columns, list(found.non_tensor_batch["uid"]))
+        return found
+
+    module.compute_advantage = compute_advantage
+    return recorder
+
+
+def _ended(length: int, limit: int) -> str:
+    return "length" if length >= limit else "stop"
+
+
+def _after_v1(trainer: type, recorder: Recorder) -> None:
+    store = import_module(trainer.__module__).tq
+    inner = trainer._compute_advantage  # type: ignore[attr-defined]
+    wanted = ["uid", "prompts", "responses", "response_mask", "rm_scores", "advantages"]
+    wanted += [name for name in VERL if name != "advantages"]
+
+    def _compute_advantage(self: Any, batch: Any, metrics: Any) -> Any:
+        out = inner(self, batch, metrics)
+        data = store.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=wanted
+        )
+        names = data.pop("uid").tolist()
+        prompts = [here(one) for one in data.pop("prompts").unbind()]
+        lengths = [len(one) for one in data["responses"].unbind()]
+        columns = {name: value.to_padded_tensor(0) for name, value in data.items()}
+        _put(recorder, columns, names, prompts=prompts, lengths=lengths)
+        return out
+
+    trainer._compute_advantage = _compute_advantage  # type: ignore[attr-defined]
+
+
+def _put(
+    recorder: Recorder,
+    columns: Mapping[str, Tensor],
+    names: Sequence[Any],
+    prompts: Sequence[Tensor] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> None:
+    mask, ids = here(columns["response_mask"]).bool(), here(columns["responses"])
+    limit = ids.shape[1] if lengths is None else None
+    if prompts is None or lengths is None:
+        attention = here(columns["attention_mask"]).bool()
+        width = columns["prompts"].shape[1]
+        before = here(columns["prompts"])
+        prompts = [row[own] for row, own in zip(before, attention[:, :width], strict=True)]
+        lengths = attention[:, width:].sum(1).tolist()
+    tokens = {ours: here(columns[n]) for n, ours in VERL.items() if n in columns}
+    tokens.setdefault("behavior_logp", tokens["proximal_logp"])
+    scores = columns["rm_scores"] if "rm_scores" in columns else columns["token_level_scores"]
+    shaped = columns.get("token_level_rewards", scores)
+    step = recorder.next
+    tokens |= {"response_ids": ids, "mask": mask, "turns": turns(mask)}
+    tokens["versions"] = torch.full_like(ids, step)
+    responses = {
+        "group_id": [str(name) for name in names],
+        "sample_id": [f"{step}/{b}" for b in range(len(names))],
+        "reward": here(shaped.sum(-1)).tolist(),
+        "outcome": here(scores.sum(-1)).tolist(),
+        "finish_reason": [UNTOLD if limit is None else _ended(n, limit) for n in lengths],
+    }
+    listed = [prompt.tolist() for prompt in prompts]
+    recorder.put(
+        Rectangle(prompts=listed, lengths=lengths, tokens=tokens, responses=responses).rows
+    )
+
+
+# TRL.
+
+
+def record_trl(trainer: Any, folder: str | Path) -> Recorder:
+    """Record the responses of a GRPOTrainer; each rank writes a store of its own.
+
+    Args:
+        trainer: made, not yet trained; its methods are wrapped on this object only.
+        folder: of the store; with several ranks of the stores `rank-00000`, ...
+
+    Returns:
+        The recorder; training's end closes it.
+    """
+    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    place = Path(folder) if ranks == 1 else Path(folder) / f"rank-{rank:05d}"
+    recorder = Recorder(place, tokenizer=vocabulary(trainer._tokenizer))
+    _Watch(trainer, recorder)
+    return recorder
+
+
+class _Watch:
+    """What a GRPOTrainer passes by between generating and the first pass over each response."""
+
+    def __init__(self, trainer: Any, recorder: Recorder) -> None:
+        self.trainer, self.recorder = trainer, recorder
+        self.scores = self.seen = torch.zeros(0)
+        self.pending: dict[str, Tensor] | None = None
+        self.about: dict[str, Any] = {}
+        for name in (
+            "_calculate_rewards",
+            "_generate_and_score_completions",
+            "_get_per_token_logps_and_entropies",
+            "_compute_loss",
+        ):
+            wrapped = getattr(self, name)
+            setattr(trainer, name, self._around(getattr(trainer, name), wrapped))
+        callback = import_module("transformers").TrainerCallback
+        ended = lambda *_, **__: self.end()  # noqa: E731
+        trainer.add_callback(type("Recording", (callback,), {"on_train_end": ended}))
+
+    @staticmethod
+    def _around(inner: Any, wrapped: Any) -> Any:
+        return lambda *given, **named: wrapped(inner, *given, **named)
+
+    def _calculate_rewards(self, inner: Any, *given: Any, **named: Any) -> Tensor:
+        self.scores = inner(*given, **named)
+        return self.scores
+
+    def _get_per_token_logps_and_entropies(self, inner: Any, *given: Any, **named: Any) -> Any:
+        found = inner(*given, **named)
+        self.seen = found[0].detach()
+        return found
+
+    def _generate_and_score_completions(self, inner: Any, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = inner(inputs)
+        if self.trainer.model.training:
+            self.flush()
+            rows = len(output["completion_ids"])
+            output["record_row"] = torch.arange(rows, device=output["completion_ids"].device)
+            self.pending = {name: here(v) for name, v in output.items() if torch.is_tensor(v)}
+            self.about = {"version": self.trainer.state.global_step, "scores": here(self.scores)}
+        return output
+
+    def _compute_loss(self, inner: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        loss = inner(model, inputs)
+        if self.pending is not None and "record_row" in inputs:
+            logp = here(self.seen)
+            known = self.pending.setdefault(
+                "logp", torch.zeros_like(self._mask(), dtype=logp.dtype)
+            )
+            known[inputs["record_row"].cpu()] = logp
+        return loss
+
+    def _mask(self) -> Tensor:
+        assert self.pending is not None
+        return self.pending["completion_mask"].bool()
+
+    def end(self) -> None:
+        """Write what is left, and wait for it."""
+        self.flush()
+        self.recorder.close()
+
+    def flush(self) -> None:
+        """Hand the last generation to the recorder."""
+        held, about, self.pending = self.pending, self.about, None
+        if held is not None:
+            trainer, step = self.trainer, self.recorder.next
+            rank, size = trainer.accelerator.process_index, trainer.num_generations
+            weights = here(trainer.reward_weights)
+            ends, limit = set(trainer.eos_token_ids), trainer.max_completion_length
+            name = f"{rank}/{step}" if trainer.accelerator.num_processes > 1 else f"{step}"
+            constants = {"temperature": float(trainer.temperature)}
+            self.recorder.put(
+                lambda: _trl(held, about, weights, size, rank, name, ends, limit, constants).rows()
+            )
+
+
+def _trl(
+    held: dict[str, Tensor],
+    about: Mapping[str, Any],
+    weights: Tensor,
+    size: int,
+    rank: int,
+    name: str,
+    ends: set[int],
+    limit: int,
+    constants: Mapping[str, Any],
+) -> Rectangle:
+    """A generation of TRL's as rows."""
+    ids, real = held["completion_ids"], held["completion_mask"].bool()
+    mask = real & held["tool_mask"].bool() if "tool_mask" in held else real
+    old, sampled = held.get("old_per_token_logps"), held.get("sampling_per_token_logps")
+    behavior = next(v for v in (sampled, old, held.get("logp")) if v is not None)
+    advantages = held["advantages"]
+    wide = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(ids.shape)
+    tokens = {
+        "response_ids": ids,
+        "mask": mask,
+        "behavior_logp": torch.where(mask, behavior, 0.0),
+        "versions": torch.full_like(ids, about["version"]),
+        "advantages": wide,
+        "turns": turns(mask),
+    }
+    for ours, value in (
+        ("proximal_logp", old),
+        ("reference_logp", held.get("ref_per_token_logps")),
+        ("logp", held.get("logp")),
+    ):
+        if value is not None:
+            tokens[ours] = torch.where(mask, value, 0.0)
+    lengths = real.sum(1).tolist()
+    first = rank * len(ids)
+    scores = about["scores"][first : first + len(ids)]
+    absent = scores.isnan().all(1).tolist()
+    total = (scores * weights).nansum(1).tolist()
+    rewards = [None if none else value for none, value in zip(absent, total, strict=True)]
+    last = [row[n - 1] if n else -1 for row, n in zip(ids.tolist(), lengths, strict=True)]
+    prompts = zip(held["prompt_ids"], held["prompt_mask"].bool(), strict=True)
+    return Rectangle(
+        prompts=[row[own].tolist() for row, own in prompts],
+        lengths=lengths,
+        tokens=tokens,
+        constants=constants,
+        responses={
+            "group_id": [f"{name.split('/')[-1]}/{(first + b) // size}" for b in range(len(ids))],
+            "sample_id": [f"{name}/{b}" for b in range(len(ids))],
+            "reward": rewards,
+            "outcome": rewards,
+            "finish_reason": [
+                "length" if n >= limit and token not in ends else "stop"
+                for token, n in zip(last, lengths, strict=True)
+            ],
+        },
+    )
