@@ -156,6 +156,15 @@ def test_hot_samplers_are_bounded_on_one_side() -> None:
         assert part(attribution([blind]), "sampling", "k1")["high"] > told["high"]
 
 
+def test_greedy_choices_and_limits_that_are_none() -> None:
+    row, _ = next(settings(token_tree(3, vocab=5), 1.0, 1.0, None))
+    greedy = replace(row, temperature=0.0)
+    low, high = sampling(greedy)
+    assert np.array_equal(low, -row.behavior_logp) and np.array_equal(low, high)
+    for none in (0, -1, None):
+        assert causes(attribution([replace(row, top_k=none)])) == ["all"]
+
+
 def test_passes_are_undone_last() -> None:
     rng = np.random.default_rng(2)
     rows = [

@@ -315,8 +315,13 @@ def plain(row: Row) -> bool:
     return (
         (row.temperature is None or row.temperature == 1)
         and (row.top_p is None or row.top_p == 1)
-        and not row.top_k
+        and not limited(row)
     )
+
+
+def limited(row: Row) -> bool:
+    """Whether top-k cuts; 0 and -1 are engines' words for no limit."""
+    return row.top_k is not None and row.top_k > 0
 
 
 def sampling(row: Row) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
@@ -327,13 +332,15 @@ def sampling(row: Row) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]
     S(a) is known for a = 1 and 2 and bounded by c = S(2) elsewhere, as log S is convex in a and
     S(a)^(1/a) falls in a: for 1 < a < 2, c^(a/2) <= S(a) <= c^(a - 1); for a > 2 the other way
     round; for a < 1, S(a) is at least c^(a - 1) and has no upper bound, so that k1 has no lower
-    one.  The mass kept is at most 1, at least top_p, and where a >= 1 at least the likeliest
-    token's, which is at least c.  pi(y) is the sampler's where that is recorded before the
-    settings, else the trainer's; c is the trainer's.
+    one.  At T = 0 the sampler's choice is certain: k1 = -log pi(y).  The mass kept is at most 1, at
+    least top_p, and where a >= 1 at least the likeliest token's, which is at least c.  pi(y) is the
+    sampler's where that is recorded before the settings, else the trainer's; c is the trainer's.
     """
     logp = row.behavior_logp if row.raw is True else policy(row)
     assert logp is not None
     y = logp[row.mask]
+    if row.temperature == 0:
+        return -y, -y
     square = row.probability_square
     with np.errstate(divide="ignore"):
         c = np.full(len(y), -math.inf) if square is None else np.log(square[row.mask])
@@ -349,7 +356,7 @@ def _of_cut(
     row: Row, a: float, c: Float[np.ndarray, " N"]
 ) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
     """Least and largest logarithm of the mass that top-p and top-k keep."""
-    cut_p, cut_k = row.top_p is not None and row.top_p < 1, bool(row.top_k)
+    cut_p, cut_k = row.top_p is not None and row.top_p < 1, limited(row)
     nothing = np.zeros_like(c)
     if not cut_p and not cut_k:
         return nothing, nothing
@@ -385,7 +392,7 @@ def _of_head(
     """
     total = np.exp(np.sort(head, axis=1)[:, ::-1]).cumsum(1)
     width = total.shape[1]
-    if row.top_k:
+    if row.top_k is not None and limited(row):
         exact = np.full(len(total), width >= row.top_k)
         last = np.full(len(total), min(row.top_k, width) - 1)
     else:
