@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from windage.analysis.diagnose.readers import tables
 from windage.analysis.diagnose.readers.fields import Fault, Refuse, kept, member, shown
 from windage.analysis.diagnose.readers.files import Dump
@@ -56,9 +54,5 @@ def _row(
 ) -> Row:
     for name in NEEDED:
         member(record, name)
-    others = {name: _plain(record[name]) for name in OTHERS if record.get(name) is not None}
+    others = {name: record[name] for name in OTHERS if record.get(name) is not None}
     return made(where, record, names=names, given={}, seen=seen, **also, others=others)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
