@@ -103,6 +103,10 @@ class Diagnosis:
         """Every metric that the dump can tell, by name."""
         found = self.mismatch.kept.figures()
         found |= self.limits.figures()
+        for name, sums in self.mismatch.policies.items():
+            stem = name.partition("_")[0]
+            for metric in ("k1", "k3") if sums.table["count"].any() else ():
+                found[f"{stem}/{metric}"] = binned(sums, f"mismatch/{metric}")[0]
         for name, tail in self.mismatch.tails.items():
             shape = tail.shape()
             if shape is not None:

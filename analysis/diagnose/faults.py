@@ -406,14 +406,14 @@ def wrong_version(evidence: Evidence) -> Sign:
         order = sorted(versions, key=lambda v: versions[v][1].sum() / versions[v][2].sum())
         if len(order) >= 3:
             few = max(1, len(order) // 4)
-            low = sum(versions[v] for v in order[:few])
+            low = np.sum([versions[v] for v in order[:few]], axis=0)
             jumps += [(_over(versions[v], low), v, lag) for v in order[few:]]
     if not jumps:
         return _unknown("wrong_version", "fewer than three versions at the same lag")
     sure = [each for each in jumps if each[0].beyond(0) > CLEAR]
     jump, version, lag = max(sure or jumps, key=lambda j: j[0].value or 0.0)
     times = math.exp(min(jump.value or 0.0, 50.0))
-    whole = {lag: sum(parts.values()) for lag, parts in levels.items()}
+    whole = {lag: np.sum(list(parts.values()), axis=0) for lag, parts in levels.items()}
     best = min(whole, key=lambda at: whole[at][1].sum() / whole[at][2].sum())
     least = min(whole)
     back = _over(whole[least], whole[best]) if best != least else Figure(value=0.0, error=0.0)

@@ -30,7 +30,7 @@ NAMED = 14
 
 def panels(document: Document) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
     """Bins of each kind that there are at least two of."""
-    found = []
+    found: list[tuple[str, Sequence[Mapping[str, Any]]]] = []
     for by in AXES:
         rows = [row for row in document["bins"] if row["by"] == by and row["k3"] is not None]
         if len(rows) > 1:

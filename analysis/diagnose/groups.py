@@ -80,13 +80,12 @@ class Selection:
         self.unscored += len(rows) - len(scored)
         for row in scored:
             if row.group_id is not None:
-                value = row.reward if row.outcome is None else row.outcome
-                name = group_name(row)
+                value, name = outcome(row), group_name(row)
                 size, low, high = self.groups.get(name, (0, value, value))
                 self.groups[name] = (size + 1, min(low, value), max(high, value))
         if not scored:
             return
-        r = np.array([row.reward if row.outcome is None else row.outcome for row in scored], float)
+        r = np.array([outcome(row) for row in scored])
         t = np.array([row.mask.sum() for row in scored], float)
         told = np.array([row.finish_reason is not None for row in scored], float)
         cut = np.array([truncated(row) for row in scored], float)
@@ -123,6 +122,13 @@ class Selection:
         if not self.reasons:
             found = {k: v for k, v in found.items() if not k.startswith("selection/")}
         return {k: v for k, v in found.items() if v.value is not None}
+
+
+def outcome(row: Row) -> float:
+    """The reward before shaping, of a response that has a reward."""
+    found = row.reward if row.outcome is None else row.outcome
+    assert found is not None
+    return found
 
 
 def _share(name: str) -> Any:

@@ -196,7 +196,9 @@ def support(sample: Sample) -> Support | str:
     scored = any(row.reward is not None for row in every)
     grouped = sum(len(rows) > 1 for rows in groups.values())
     recorded = not scored or not grouped
-    if recorded:
+    if not recorded:
+        groups = {n: rows for n, rows in groups.items() if len(rows) > 1}
+    else:
         groups = {
             n: [r for r in rows if advantage(r) is not None or (scored and r.reward is not None)]
             for n, rows in groups.items()
@@ -223,7 +225,7 @@ def _measured(parts: Sequence[Sequence[Sequence[Row]]], recorded: bool) -> Suppo
         else:
             excluded[name] = why
     runs = {name: _Run() for name in wanted}
-    grams = []
+    grams: list[tuple[dict[str, Tensor], Tensor]] = []
     for batch, part in zip(batches, parts, strict=True):
         norms = norms_of(batch)
         own = {}

@@ -22,6 +22,14 @@ class Words(NamedTuple):
 
 
 _OTHERS = {
+    "proximal/k1": Words("-sum(log proximal - log mu) / N", "nats", "down", None, "before"),
+    "proximal/k3": Words(
+        "sum(exp(y) - 1 - y) / N, y = log proximal - log mu", "nats", "down", None, "before"
+    ),
+    "reference/k1": Words("-sum(log reference - log mu) / N", "nats", "none", None, "before"),
+    "reference/k3": Words(
+        "sum(exp(y) - 1 - y) / N, y = log reference - log mu", "nats", "none", None, "before"
+    ),
     "tail/token": Words("shape k of a Pareto law fitted to the largest exp(x)", "-", "down"),
     "tail/response": Words("shape k of a Pareto law fitted to the largest exp(s)", "-", "down"),
     "tail/token_limit": Words("min(1 - 1 / log10(N), 0.7): up to which k is fine", "-", "none"),
