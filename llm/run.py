@@ -262,32 +262,23 @@ def start(
             f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
         )
     estimator = recipe.resolve(config)
-    seed_random(config.run.seed)
     kept = checkpoint.latest(folder / "checkpoints") if resume else None
     path = config.model.path if kept is None or config.model.lora_rank else str(kept)
     loaded = _load(config, path)
-    source_offline = None
-    if config.train.mode == "offline":
-        source_offline = sources.Offline(
-            Path(config.train.store),
-            tokenizer=loaded.fingerprint,
-            prompts=config.train.prompts,
-            seed=config.run.seed,
-        )
+    store = _store(config, loaded)
     steps = config.train.steps
-    if source_offline is not None and steps == 0:
-        steps = source_offline.per_epoch * config.train.data_epochs
-    policy = wrap(loaded.policy)
-    learner, schedule = _learner(config, loaded, policy, estimator, ranks, steps)
+    if store is not None and steps == 0:
+        steps = store.per_epoch * config.train.data_epochs
+    learner, schedule = _learner(config, loaded, wrap(loaded.policy), estimator, ranks, steps)
     first = 0 if kept is None else _restore(kept, loaded, learner, schedule)
-    desk = desk_of(config, loaded, str(kept or config.model.path)) if _asks(config, ranks) else None
-    source = source_offline or _source(config, desk, loaded, first, steps)
+    start_from = str(kept or config.model.path)
+    desk = desk_of(config, loaded, start_from) if _asks(config, ranks) else None
     run = Run(
         config=config,
         folder=folder,
         loaded=loaded,
         learner=learner,
-        source=source,
+        source=store or _source(config, desk, loaded, first, steps),
         desk=desk,
         schedule=schedule,
         shadows=_shadows(config),
@@ -297,9 +288,21 @@ def start(
     )
     if ranks.first and not there:
         _write(folder, config)
-    if desk is not None and source_offline is None:
-        source.publish(run.news())
+    if desk is not None and store is None:
+        run.source.publish(run.news())
     return run
+
+
+def _store(config: Config, loaded: Loaded) -> sources.Offline | None:
+    """The recorded rollouts that are trained on, in the mode that does."""
+    if config.train.mode != "offline":
+        return None
+    return sources.Offline(
+        Path(config.train.store),
+        tokenizer=loaded.fingerprint,
+        prompts=config.train.prompts,
+        seed=config.run.seed,
+    )
 
 
 def _load(config: Config, path: str) -> Loaded:
