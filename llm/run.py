@@ -262,6 +262,7 @@ def start(
             f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
         )
     estimator = recipe.resolve(config)
+    seed_random(config.run.seed)
     kept = checkpoint.latest(folder / "checkpoints") if resume else None
     path = config.model.path if kept is None or config.model.lora_rank else str(kept)
     loaded = _load(config, path)
