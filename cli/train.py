@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _dry(config, arguments)
     if not config.run.folder:
         raise BadInput("run.folder is missing; allowed: a folder for the run")
-    from windage.analysis.runs import document
+    from windage.analysis.runs.document import run as document_of
     from windage.llm import checkpoint, processes
     from windage.llm import run as runs
     from windage.llm.train import train
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             _keep(folder, _card(config))
         with _watching(config, quiet=arguments.quiet, steps=ready.steps) as watch:
             train(ready, watch)
-    found = document.run([folder])
+    found = document_of([folder])
     deliver(found, arguments)
     return 0
 
