@@ -16,7 +16,7 @@ from windage.cli import evaluate
 from windage.cli.main import main
 from windage.llm import rollouts
 from windage.llm.config import Config
-from windage.llm.tasks.index import TASKS
+from windage.llm.tasks.index import TASKS, get
 
 ASKED = ("--task", "arithmetic:digits=1", "--questions", "5", "--samples", "4", "--max-tokens", "6")
 
@@ -56,7 +56,8 @@ def test_two_models_are_asked_the_same_and_everything_is_written(folders):
         [row["question"] for row in found["questions"] if row["model"] == name]
         for name in ("first", "second")
     ]
-    assert asked[0] == asked[1] and len(asked[0]) == 5
+    held_out = [q.id for q in get("arithmetic", {"digits": 1}).questions("held out", 4, 0, 5)]
+    assert asked[0] == asked[1] == held_out
     assert all(row["samples"] == 4 for row in found["questions"])
     told = found["models"][0]
     assert (told["task"], told["settings"], told["seed"]) == ("arithmetic", {"digits": "1"}, 4)

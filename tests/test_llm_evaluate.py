@@ -286,6 +286,7 @@ def test_a_small_split_is_asked_once_and_pieces_do_not_matter(task, monkeypatch)
     monkeypatch.setattr(evaluate, "PIECE", 7)
     at = desk(task)
     assert asked(at, 10_000, 2, seed=0) == whole and set(at.sampler.sizes[:-1]) == {3}
+    assert len(set(at.sampler.seeds)) == len(whole)
     train = asked(desk(task), 10_000, 2, seed=0, split="train")
     assert not {t.question for t in train} & {t.question for t in whole}
 

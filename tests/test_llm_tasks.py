@@ -131,13 +131,14 @@ def test_a_marker_must_come_before_the_answer():
     texts = [
         f"7. The answer is {question.answer}.",
         f"The answer is 1. The answer is {question.answer}",
+        f"The answer is {question.answer}. The answer is 1.",
         f"The answer is {question.answer}. Now 7",
         question.answer,
         "The answer is unknown",
     ]
     found = task.judge([(question, text) for text in texts], [False] * len(texts))
     task.close()
-    assert [v.word for v in found] == ["right", "right", "format", "invalid", "invalid"]
+    assert [v.word for v in found] == ["right", "right", "wrong", "format", "invalid", "invalid"]
 
 
 # Files.
