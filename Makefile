@@ -4,7 +4,7 @@ STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 JOBS ?= 2
 
-.PHONY: study test check-long lint dev bench figures audit-trl audit-verl vllm model clean
+.PHONY: study test check-long lint dev bench figures audit-trl audit-verl check-trl check-verl check-tinker vllm model clean
 
 test check-long: export OMP_NUM_THREADS ?= 1
 
@@ -37,6 +37,15 @@ figures: $(STAMP)
 audit-trl audit-verl: audit-%: .venv-%/$(notdir $(STAMP)) dev
 	PYTHONPATH=.typing OMP_NUM_THREADS=1 .venv-$*/bin/python benchmarks/peers/audit.py $*
 
+# Tests of the adapters with the real engines; the default tests use stand-ins.
+ALSO_verl := torchdata==0.11.0 datasets==5.2.0 huggingface_hub==1.33.0 pillow peft==0.21.2 \
+  cachetools uvicorn fastapi
+check-trl check-verl check-tinker: check-%: .venv-%/$(notdir $(STAMP)) dev
+	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c benchmarks/peers/constraints.txt -r benchmarks/peers/requirements-tests.txt $(ALSO_$*)
+	cd tests && PYTHONPATH=../.typing OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 ../.venv-$*/bin/python \
+	  -m pytest -q -p no:cacheprovider -o filterwarnings=default test_adapter_$*.py $(ARGS)
+
 # The engine vLLM on the CPU, in an environment of its own: `.venv-vllm/bin/windage train ...`.
 vllm: .venv-vllm/$(notdir $(STAMP))
 
@@ -44,7 +53,7 @@ vllm: .venv-vllm/$(notdir $(STAMP))
 model: models/SmolLM2-135M-Instruct/config.json
 
 clean:
-	rm -rf .venv .venv-trl .venv-verl .venv-vllm .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-verl .venv-tinker .venv-vllm .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 
 # The stamp's name holds the checkout's path: a moved or copied .venv is made anew.
 $(STAMP): pyproject.toml constraints.txt

@@ -195,6 +195,37 @@ def test_settings_of_verl_entries_come_from_the_environment(monkeypatch):
         verl.estimators()
 
 
+def test_shadows_are_logged_and_never_change_the_gradient(monkeypatch):
+    expected = by_verl("cispo", verl.BYPASS, 1, 12)
+    monkeypatch.setenv(verl.SHADOWS, "cispo dual_clip gspo")
+    seen: list[dict[str, float]] = []
+    hook = verl.loss_hook(get("cispo"))
+
+    def spied(**given: Any) -> Any:
+        loss, metrics = hook(**given)
+        seen.append(metrics)
+        return loss, metrics
+
+    hooks = (verl.advantage_hook(get("cispo")), spied)
+    assert_close(by_verl("cispo", verl.BYPASS, 1, 12, hooks), expected)
+    (metrics,) = seen
+    assert metrics["windage/shadow/cispo/token_cosine"] == pytest.approx(1)
+    assert metrics["windage/shadow/cispo/token_norm_ratio"] == pytest.approx(1)
+    assert -1 < metrics["windage/shadow/dual_clip/token_cosine"] < 0.999
+    assert metrics["windage/shadow/gspo/token_norm_ratio"] > 0
+
+
+def test_a_shadow_with_other_advantages_is_refused(monkeypatch):
+    for text, said in (
+        ("rloo", "other advantages"),
+        ("dapo", "other"),
+        ("m2po", "one micro-batch"),
+    ):
+        monkeypatch.setenv(verl.SHADOWS, text)
+        with refused(said, "allowed"):
+            verl.shadows_of(get("cispo"))
+
+
 # tinker.
 
 TINKER = host = tinker.host_of(["logprobs", "proximal_logprobs", "reference_logprobs"])

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from windage.estimators.batch import log_ratio
@@ -31,11 +31,12 @@ from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.diagnostics import masked_mean
 from windage.estimators.errors import BadInput, unknown
 from windage.estimators.estimator import Estimator, surrogate
-from windage.llm.adapters.carry import Host, batch_wide, is_given, named, refusal
+from windage.llm.adapters.carry import Host, batch_wide, folds, is_given, named, refusal
 from windage.llm.adapters.terms import advantages_of, batch_of, groups_of, loss_coefficients
 
 PREFIX = "windage_"
 SETTINGS = "WINDAGE_VERL"
+SHADOWS = "WINDAGE_SHADOWS"
 # exp of the log-ratio at which verl itself clamps.
 UNBOUNDED = math.exp(20)
 EARLY = frozenset({"rewards", "outcomes"})
@@ -133,17 +134,16 @@ def loss_hook(estimator: Estimator) -> Callable[..., tuple[Tensor, dict[str, Any
     ) -> tuple[Tensor, dict[str, Any]]:
         rules = _part(_part(config, "policy_loss"), "rollout_correction")
         host = host_of(estimator, bypass=bool(_part(rules, "bypass_mode")))
-        tokens, responses, ranks = _totals(config)
+        ranks = _totals(config)[2]
         mask = response_mask.bool()
-        old = "behavior_logp" if host is BYPASS else "proximal_logp"
-        own = loss_coefficients(
+        own = coefficients(
             estimator,
             host,
-            {"logp": log_prob, old: old_log_prob},
+            log_prob,
+            old_log_prob,
             advantages,
             mask,
-            tokens=tokens,
-            responses=responses,
+            config,
             weights=rollout_is_weights,
         )
         drift = log_ratio(log_prob.detach(), old_log_prob, mask)
@@ -152,9 +152,74 @@ def loss_hook(estimator: Estimator) -> Callable[..., tuple[Tensor, dict[str, Any
             "actor/ppo_kl": masked_mean(-drift, mask).item(),
             "windage/silenced": masked_mean(idle, mask).item(),
         }
+        for name, other in (shadows_of(estimator) if host is BYPASS else {}).items():
+            made = coefficients(other, host, log_prob, old_log_prob, advantages, mask, config)
+            metrics |= {f"windage/shadow/{name}/{k}": v for k, v in _compared(own, made).items()}
         return surrogate(own, log_prob) * ranks, metrics
 
     return loss
+
+
+def coefficients(
+    estimator: Estimator,
+    host: Host,
+    log_prob: Float[Tensor, "B T"],
+    old_log_prob: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    config: Any,
+    *,
+    weights: Float[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B T"]:
+    """Coefficients of a micro-batch, from what verl hands to a loss."""
+    tokens, responses, _ = _totals(config)
+    old = "behavior_logp" if host is BYPASS else "proximal_logp"
+    return loss_coefficients(
+        estimator,
+        host,
+        {"logp": log_prob, old: old_log_prob},
+        advantages,
+        mask,
+        tokens=tokens,
+        responses=responses,
+        weights=weights,
+    )
+
+
+def shadows_of(estimator: Estimator) -> dict[str, Estimator]:
+    """Entries of the environment variable WINDAGE_SHADOWS, logged beside the one that trains.
+
+    A loss sees the advantages of the entry that trains, so a shadow must compute the same ones.
+
+    Raises:
+        BadInput: a shadow that has other advantages, or that verl cannot carry with bypass_mode.
+    """
+    found = {}
+    for text in os.environ.get(SHADOWS, "").split():
+        other = named(text)
+        host_of(other, bypass=True)
+        if folds(other) or folds(estimator) or _early(other) != _early(estimator):
+            raise BadInput(
+                f"shadow {text!r} has other advantages than {estimator.name}; allowed: entries "
+                f"with {estimator.advantage.describe()} and the same admission"
+            )
+        found[other.name] = other
+    return found
+
+
+def _early(estimator: Estimator) -> tuple[Any, ...]:
+    shaping = [m for m in estimator.active_penalties if m.traits.place != "loss"]
+    return (estimator.advantage, estimator.admission, *shaping)
+
+
+def _compared(own: Tensor, other: Tensor) -> dict[str, float]:
+    """A shadow's coefficients of the micro-batch's tokens beside those that train."""
+    lengths = own.norm(), other.norm()
+    floor = torch.finfo(own.dtype).tiny
+    return {
+        "token_cosine": ((own * other).sum() / (lengths[0] * lengths[1]).clamp(min=floor)).item(),
+        "token_norm_ratio": (lengths[1] / lengths[0].clamp(min=floor)).item(),
+    }
 
 
 def _totals(config: Any) -> tuple[float, float, int]:
@@ -244,6 +309,8 @@ def _check_run(config: Any, wanted: Mapping[str, Estimator]) -> None:
     estimator, rules = wanted[adv], _at(config, "algorithm.rollout_correction")
     bypass = bool(_part(rules, "bypass_mode"))
     _check_weights(estimator, host_of(estimator, bypass=bypass), rules)
+    if bypass:
+        shadows_of(estimator)
     prompts = _at(config, "data.train_batch_size")
     expected = {
         "actor_rollout_ref.actor.policy_loss.loss_mode": adv,
