@@ -87,7 +87,7 @@ def save(
 
     Args:
         folder: made where it is missing.
-        step: without a checkpoint yet.
+        step: after that of every checkpoint there.
         tensors: groups by name; each is a file.
         state: text, numbers, lists and dictionaries of them; numbers that are not finite as well.
         keep: checkpoints that stay, this one included.
@@ -105,6 +105,8 @@ def save(
             raise BadInput(f"group {group!r}; allowed: small letters and _")
     text = document(plain(state, lambda value: {TAG: repr(value)}, where="state"))
     path = path_of(folder, step)
+    if (there := steps(folder)) and there[-1] > step:
+        raise BadInput(f"{str(path)!r} is before step {there[-1]}, which is there; allowed: after")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -125,10 +127,18 @@ def save(
         about = {"schema": SCHEMA, "step": step, "groups": list(tensors), "files": _files(beside)}
         with part(beside / MANIFEST) as sink:
             sink.write(json.dumps(about, indent=1).encode())
-    for old in steps(folder)[:-keep]:
-        if old != step:
-            remove(path_of(folder, old))
+    prune(folder, keep)
     return path
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all checkpoints but the newest: also what a run that died then did not come to remove.
+
+    Raises:
+        BadInput: names one that cannot be removed.
+    """
+    for old in steps(folder)[:-keep]:
+        remove(path_of(folder, old))
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:

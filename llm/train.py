@@ -103,6 +103,7 @@ def _opened(run: Run, stack: ExitStack) -> Files:
     """The run's files, those of a resumed run cut back to its checkpoint."""
     names = {name: run.folder / f"{name}.jsonl" for name in Files.__dataclass_fields__}
     checkpoint.rewind(run.checkpoints, run.start)
+    checkpoint.prune(run.checkpoints, run.config.run.keep)
     for path in names.values():
         journal.rewind(path, run.start or -1)
     store = run.folder / "rollouts"

@@ -32,6 +32,7 @@ from windage.llm.checkpoint import (
     latest,
     load,
     path_of,
+    prune,
     rewind,
     save,
     steps,
@@ -108,8 +109,12 @@ def test_a_checkpoint_holds_what_was_given_and_older_ones_go(tmp_path):
     with refused("checkpoint-00000003", os.strerror(errno.EEXIST), error=BadInput):
         saved(tmp_path, 3)
     assert_whole(tmp_path, [[2, 3]])
-    rewind(tmp_path, 2)
-    assert_whole(tmp_path, [[2]])
+    with refused("checkpoint-00000001", "before step 3", error=BadInput):
+        saved(tmp_path, 1)
+    prune(tmp_path, 1)
+    assert_whole(tmp_path, [[3]])
+    prune(tmp_path, 1), saved(tmp_path, 4), rewind(tmp_path, 3)
+    assert_whole(tmp_path, [[3]])
     assert latest(tmp_path / "nowhere") is None
 
 

@@ -341,7 +341,8 @@ def whole_run(base: Path, case: str) -> tuple[list[str], dict[str, object], floa
 def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iterator[dict]:
     """Kill a run at calls drawn at random, and at random times; resume it; say what is different.
 
-    Every third kill is by the clock; every other resumed run is killed once more.
+    The first kill is at the very end, before the oldest checkpoint goes; every third is by the
+    clock; every other resumed run is killed once more.
 
     Args:
         fault: planted in resuming; kills are then after the first checkpoint, before the last.
@@ -364,6 +365,8 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
         at, again = draw.randrange(len(calls)), draw.randrange(half)
         if fault:
             at = half + at // 5
+        elif number == 0:
+            at = len(calls) - 1 - calls[::-1].index("rename")
         by_clock = number % 3 == 2 and not fault
         if by_clock:
             at = draw.uniform(0, lasted)
