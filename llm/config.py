@@ -143,7 +143,7 @@ class TrainSection:
         schedule: constant, linear or cosine, after `warmup` updates.
         max_grad_norm: gradients beyond are scaled down to it.
         on_nonfinite: skip the update, set the samples aside, or stop.
-        nonfinite_in_a_row: updates that may be skipped one after the other.
+        nonfinite_in_a_row: updates with such a fault, one after the other, that end the run.
     """
 
     mode: Mode = "synchronous"
