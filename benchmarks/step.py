@@ -203,7 +203,7 @@ def drawing(model: str, loaded: models.Loaded, dtype: str) -> dict[str, float]:
         engines["vllm"] = lambda: VllmSampler(
             model, dtype=dtype, stop_ids=(), batch=DRAWN, longest=1024, head=0
         )
-    prompt = tuple(range(10, 10 + PROMPT))
+    prompt = (2, 3) * (PROMPT // 2)
     asked = [Request(prompt_ids=prompt, count=DRAWN, seed=0)]
     found = {}
     for name, make in engines.items():
