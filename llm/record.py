@@ -179,7 +179,7 @@ def record_verl(folder: str | Path, *, tokenizer: Any, trainer: type | None = No
     if trainer is not None:
         _after_v1(trainer, recorder)
         return recorder
-    module = import_module("verl.trainer.ppo.ray_trainer")
+    module: Any = import_module("verl.trainer.ppo.ray_trainer")
     inner = module.compute_advantage
 
     def compute_advantage(data: Any, *given: Any, **named: Any) -> Any:
@@ -339,70 +339,69 @@ class _Watch:
         held, about, self.pending = self.pending, self.about, None
         if held is not None:
             trainer, step = self.trainer, self.recorder.next
-            rank, size = trainer.accelerator.process_index, trainer.num_generations
-            weights = here(trainer.reward_weights)
-            ends, limit = set(trainer.eos_token_ids), trainer.max_completion_length
-            name = f"{rank}/{step}" if trainer.accelerator.num_processes > 1 else f"{step}"
+            rank, count = trainer.accelerator.process_index, len(held["completion_ids"])
             constants = {"temperature": float(trainer.temperature)}
-            self.recorder.put(
-                lambda: _trl(held, about, weights, size, rank, name, ends, limit, constants).rows()
-            )
+            size, weights = trainer.num_generations, here(trainer.reward_weights)
+            ends, limit = set(trainer.eos_token_ids), trainer.max_completion_length
+            own = about["scores"][rank * count : (rank + 1) * count]
+
+            def rows() -> Iterator[Row]:
+                rewards = _rewards(own, weights)
+                prompts = zip(held["prompt_ids"], held["prompt_mask"].bool(), strict=True)
+                lengths = held["completion_mask"].sum(1).tolist()
+                names: dict[str, Sequence[Any]] = {
+                    "group_id": [f"{step}/{(rank * count + b) // size}" for b in range(count)],
+                    "sample_id": [f"{rank}/{step}/{b}" for b in range(count)],
+                    "reward": rewards,
+                    "outcome": rewards,
+                    "finish_reason": _reasons(held["completion_ids"], lengths, ends, limit),
+                }
+                return Rectangle(
+                    prompts=[row[real].tolist() for row, real in prompts],
+                    lengths=lengths,
+                    tokens=_tokens(held, about["version"]),
+                    responses=names,
+                    constants=constants,
+                ).rows()
+
+            self.recorder.put(rows)
 
 
-def _trl(
-    held: dict[str, Tensor],
-    about: Mapping[str, Any],
-    weights: Tensor,
-    size: int,
-    rank: int,
-    name: str,
-    ends: set[int],
-    limit: int,
-    constants: Mapping[str, Any],
-) -> Rectangle:
-    """A generation of TRL's as rows."""
-    ids, real = held["completion_ids"], held["completion_mask"].bool()
-    mask = real & held["tool_mask"].bool() if "tool_mask" in held else real
-    old, sampled = held.get("old_per_token_logps"), held.get("sampling_per_token_logps")
-    behavior = next(v for v in (sampled, old, held.get("logp")) if v is not None)
+def _rewards(scores: Tensor, weights: Tensor) -> list[float | None]:
+    """The weighted sum of what reward functions said; None where none said anything."""
+    absent, total = scores.isnan().all(1).tolist(), (scores * weights).nansum(1).tolist()
+    return [None if none else value for none, value in zip(absent, total, strict=True)]
+
+
+def _reasons(ids: Tensor, lengths: Sequence[int], ends: set[int], limit: int) -> list[str]:
+    """Why responses ended: at the limit without a token that ends one, or by themselves."""
+    last = [row[n - 1] if n else -1 for row, n in zip(ids.tolist(), lengths, strict=True)]
+    return [
+        "length" if n >= limit and token not in ends else "stop"
+        for token, n in zip(last, lengths, strict=True)
+    ]
+
+
+def _tokens(held: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
+    """The columns that have an entry a token."""
+    ids, mask = held["completion_ids"], held["completion_mask"].bool()
+    mask = mask & held["tool_mask"].bool() if "tool_mask" in held else mask
+    old, now = held.get("old_per_token_logps"), held.get("logp")
+    sampled = held.get("sampling_per_token_logps")
     advantages = held["advantages"]
-    wide = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(ids.shape)
-    tokens = {
+    known = {
+        "behavior_logp": next(v for v in (sampled, old, now) if v is not None),
+        "proximal_logp": old,
+        "reference_logp": held.get("ref_per_token_logps"),
+        "logp": now,
+    }
+    return {
         "response_ids": ids,
         "mask": mask,
-        "behavior_logp": torch.where(mask, behavior, 0.0),
-        "versions": torch.full_like(ids, about["version"]),
-        "advantages": wide,
+        "versions": torch.full_like(ids, version),
         "turns": turns(mask),
+        "advantages": advantages
+        if advantages.dim() == 2
+        else advantages.unsqueeze(1).expand(ids.shape),
+        **{n: torch.where(mask, v, 0.0) for n, v in known.items() if v is not None},
     }
-    for ours, value in (
-        ("proximal_logp", old),
-        ("reference_logp", held.get("ref_per_token_logps")),
-        ("logp", held.get("logp")),
-    ):
-        if value is not None:
-            tokens[ours] = torch.where(mask, value, 0.0)
-    lengths = real.sum(1).tolist()
-    first = rank * len(ids)
-    scores = about["scores"][first : first + len(ids)]
-    absent = scores.isnan().all(1).tolist()
-    total = (scores * weights).nansum(1).tolist()
-    rewards = [None if none else value for none, value in zip(absent, total, strict=True)]
-    last = [row[n - 1] if n else -1 for row, n in zip(ids.tolist(), lengths, strict=True)]
-    prompts = zip(held["prompt_ids"], held["prompt_mask"].bool(), strict=True)
-    return Rectangle(
-        prompts=[row[own].tolist() for row, own in prompts],
-        lengths=lengths,
-        tokens=tokens,
-        constants=constants,
-        responses={
-            "group_id": [f"{name.split('/')[-1]}/{(first + b) // size}" for b in range(len(ids))],
-            "sample_id": [f"{name}/{b}" for b in range(len(ids))],
-            "reward": rewards,
-            "outcome": rewards,
-            "finish_reason": [
-                "length" if n >= limit and token not in ends else "stop"
-                for token, n in zip(last, lengths, strict=True)
-            ],
-        },
-    )
