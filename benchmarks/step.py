@@ -93,13 +93,11 @@ def learner(loaded: models.Loaded, estimator: Estimator) -> Learner:
     )
 
 
-def trl_step(loaded: models.Loaded, given: list[dict[str, Any]]) -> Callable[[], None] | None:
-    """The same step by TRL's trainer; None where it is not installed."""
-    try:
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
-    except ImportError:
-        return None
+def trl_trainer(loaded: models.Loaded) -> Any:
+    """TRL's trainer around the same model."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     settings = GRPOConfig(
         output_dir="/tmp/windage-step",
         per_device_train_batch_size=MICRO,
@@ -120,6 +118,14 @@ def trl_step(loaded: models.Loaded, given: list[dict[str, Any]]) -> Callable[[],
         processing_class=loaded.tokenizer,
     )
     trainer.current_gradient_accumulation_steps = RESPONSES // MICRO
+    return trainer
+
+
+def trl_step(loaded: models.Loaded, given: list[dict[str, Any]]) -> Callable[[], None] | None:
+    """The same step by TRL's trainer; None where it is not installed."""
+    if find_spec("trl") is None:
+        return None
+    trainer = trl_trainer(loaded)
     optimizer = optimizer_of("adamw", list(loaded.policy.parameters()), RATE)
     device = loaded.device
 

@@ -99,6 +99,19 @@ class Run:
             weights=models.weights(known.policy), version=self.learner.updates, check=check
         )
 
+    def rehearse(self) -> None:
+        """Sync once with every weight changed, and back: what a small step would not show."""
+        assert self.desk is not None
+        policy, sequences = self.loaded.policy, self._probes()
+        probe.rehearse(
+            self.desk.sampler,
+            policy.parameters(),
+            lambda: models.weights(policy),
+            lambda: score(self.loaded, sequences),
+            sequences,
+            _tolerance(self.config),
+        )
+
     def _probes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Held-out questions with their answers as responses."""
         assert self.desk is not None
@@ -289,6 +302,8 @@ def start(
     )
     if ranks.first and not there:
         _write(folder, config)
+    if desk is not None:
+        run.rehearse()
     if desk is not None and store is None:
         run.source.publish(run.news())
     return run
