@@ -79,13 +79,13 @@ class Block:
     @cached_property
     def first(self) -> Int[np.ndarray, " R"]:
         """Number of each response's first token."""
-        return np.concatenate([[0], np.cumsum(self.count)[:-1]]).astype(np.int64)
+        return np.cumsum(self.count) - self.count
 
     @cached_property
     def changed(self) -> Bool[np.ndarray, " N"]:
         """Whether new weights arrived before this token, in its response."""
-        start = self.version[self.first.clip(max=max(len(self.version) - 1, 0))]
-        return (self.version != start[self.response]) & self.aged if len(start) else self.aged
+        start = self.version[self.first]
+        return (self.version != start[self.response]) & self.aged
 
 
 def measurable(row: Row) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from windage.analysis.diagnose.rows import Row
@@ -114,12 +114,12 @@ class World:
     """An automaton, its weights by version, and what a response earns.
 
     Args:
-        chain: one prompt's states; its logits are replaced at every token.
+        successor: next state of a token at a state, -1 for the end.
         logits: by version, prompt and state.
         merit: log-odds of a right answer by prompt.
     """
 
-    chain: Chain
+    successor: Int[Tensor, "S V"]
     logits: Float[Tensor, "L P S V"]
     merit: Float[Tensor, " P"]
 
@@ -139,21 +139,26 @@ def world(run: Run, generator: torch.Generator) -> World:
         history.append(stretched + run.drift * normal(*shape))
     successor = torch.randint(STATES, (STATES, VOCAB), generator=generator)
     successor[:, 0] = -1
-    chain = Chain(
-        name="planted",
-        successor=successor,
+    return World(successor=successor, logits=torch.stack(history), merit=normal(PROMPTS))
+
+
+def choices(logits: Float[Tensor, "n V"]) -> Chain:
+    """Choices of a token, a prompt each, so that the toy's samplers apply to them."""
+    count, vocab = logits.shape
+    return Chain(
+        name="choices",
+        successor=torch.full((1, vocab), -1),
         start=0,
-        horizon=LIMIT,
-        logits=logits,
-        behavior_logp=logits.log_softmax(-1),
-        rewards=torch.zeros(PROMPTS, 2 * STATES, dtype=torch.float64),
+        horizon=1,
+        logits=logits.unsqueeze(1),
+        behavior_logp=logits.log_softmax(-1).unsqueeze(1),
+        rewards=torch.zeros(count, 2, dtype=torch.float64),
     )
-    return World(chain=chain, logits=torch.stack(history), merit=normal(PROMPTS))
 
 
-def process(world: World, run: Run, logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+def process(run: Run, logits: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
     """Log-probabilities after temperature, then top-k, then top-p."""
-    site = replace(world.chain, logits=logits.unsqueeze(1))
+    site = choices(logits)
     steps: list[tuple[str, dict[str, Any]]] = [
         ("bits", {"b": run.bits}),
         ("temperature", {"t": run.temperature}),
@@ -167,7 +172,7 @@ def process(world: World, run: Run, logits: Float[Tensor, "n V"]) -> Float[Tenso
 
 
 def trained(
-    world: World, run: Run, logits: Float[Tensor, "n V"], drawn: Float[Tensor, "n V"]
+    run: Run, logits: Float[Tensor, "n V"], drawn: Float[Tensor, "n V"]
 ) -> Float[Tensor, "n V"]:
     """The trainer's log-probabilities; those of tokens that the sampler cut are cut as well."""
     if not run.applied:
@@ -226,15 +231,15 @@ def draw(world: World, run: Run, generator: torch.Generator) -> Drawn:
             z = torch.where(after.unsqueeze(-1), z + kept * (old - z), z)
         error = run.noise * (1 + (run.growth - 1) * t / LIMIT)
         z = z + error * torch.randn(z.shape, dtype=torch.float64, generator=generator)
-        sampled = process(world, run, z)
+        sampled = process(run, z)
         chosen = torch.multinomial(sampled.exp(), 1, generator=generator)
-        policy = trained(world, run, world.logits[now - run.off, prompt[here], state], sampled)
+        policy = trained(run, world.logits[now - run.off, prompt[here], state], sampled)
         recorded = z.log_softmax(-1) if run.raw else sampled
         numbers["behavior"][here, t] = recorded.gather(1, chosen).squeeze(1)
         numbers["logp"][here, t] = policy.gather(1, chosen).squeeze(1)
         numbers["square"][here, t] = policy.exp().square().sum(-1)
         token[here, t], version[here, t] = chosen.squeeze(1), said
-        following = world.chain.successor[state, chosen.squeeze(1)]
+        following = world.successor[state, chosen.squeeze(1)]
         over = following < 0
         length[here[over]], ended[here[over]] = t + 1, True
         alive, state = here[~over], following[~over]
@@ -287,6 +292,17 @@ def _row(drawn: Drawn, run: Run, rng: np.random.Generator, i: int, chance: float
     )
 
 
+def varied(run: Run, seed: int) -> Run:
+    """The same run with another size, pace of learning and error of the engine."""
+    size, pace, error = np.random.default_rng(seed).uniform((-0.7, -1.0, -1.0), (1.0, 0.5, 1.0))
+    return replace(
+        run,
+        groups=int(run.groups * 2**size),
+        drift=run.drift * 2**pace,
+        noise=run.noise * 2**error,
+    )
+
+
 def dump(name: str, seed: int) -> Iterable[Row]:
-    """The planted dump of a name."""
-    return rows(CASES[name][1], seed)
+    """A planted dump of a name, no two seeds alike in size, pace and error."""
+    return rows(varied(CASES[name][1], seed), seed)

@@ -18,7 +18,7 @@ leaves out how prefixes were reached.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -109,15 +109,17 @@ class Support:
     row_of: Mapping[str, int] = field(default_factory=dict)
 
 
-def entries(longest: int, recorded: bool) -> dict[str, Estimator]:
-    """The catalogue with the dump's length; with advantages as recorded where there is no reward.
+def entries(names: Iterable[str], longest: int, recorded: bool) -> dict[str, Estimator]:
+    """Entries with the dump's length; with advantages as recorded where there is no reward.
 
     Args:
+        names: of the catalogue.
         longest: response of the dump, in tokens.
         recorded: take the framework's advantages for those of each entry.
     """
     out = {}
-    for name, entry in CATALOGUE.items():
+    for name in names:
+        entry = CATALOGUE[name]
         if "length" in entry.settings and entry.settings["length"] is None and name != "dapo":
             entry = entry.change(length=longest)
         if recorded:
@@ -159,7 +161,7 @@ def batch_of(groups: Sequence[Sequence[Row]], recorded: bool) -> Batch:
     return Batch.from_rows(
         rewards,
         [name for name, _ in flat],
-        mask=[row.mask for row in rows],  # type: ignore[misc]
+        mask=[row.mask.tolist() for row in rows],
         current_version=0,
         **columns,
     )
@@ -186,8 +188,13 @@ def refusal(entry: Estimator, batch: Batch, recorded: bool) -> str | None:
     return None
 
 
-def support(sample: Sample) -> Support | str:
-    """What every entry makes of a sample of groups; a sentence where nothing can be said."""
+def support(sample: Sample, names: Iterable[str] = tuple(CATALOGUE)) -> Support | str:
+    """What every entry makes of a sample of groups; a sentence where nothing can be said.
+
+    Args:
+        sample: of the dump.
+        names: of entries; `rloo`, `token_is` and `trajectory_is`, the yardsticks, always are.
+    """
     groups = {n: [r for r in rows if measurable(r)] for n, rows in sample.groups.items()}
     groups = {n: rows for n, rows in groups.items() if rows}
     every = [row for rows in groups.values() for row in rows]
@@ -209,16 +216,19 @@ def support(sample: Sample) -> Support | str:
     parts: list[list[list[Row]]] = [[] for _ in range(PARTS)]
     for name, rows in groups.items():
         parts[bucket(name) % PARTS].append(rows)
-    return _measured([part for part in parts if part], recorded)
+    wanted = dict.fromkeys([PLAIN, TOKEN, WHOLE, *names])
+    return _measured([part for part in parts if part], wanted, recorded)
 
 
 @torch.no_grad()
-def _measured(parts: Sequence[Sequence[Sequence[Row]]], recorded: bool) -> Support:
+def _measured(
+    parts: Sequence[Sequence[Sequence[Row]]], names: Iterable[str], recorded: bool
+) -> Support:
     batches = [batch_of(part, recorded) for part in parts]
     longest = max(batch.mask.shape[-1] for batch in batches)
     excluded: dict[str, str] = {}
     wanted: dict[str, Estimator] = {}
-    for name, entry in entries(longest, recorded).items():
+    for name, entry in entries(names, longest, recorded).items():
         why = next((w for b in batches if (w := refusal(entry, b, recorded))), None)
         if why is None:
             wanted[name] = entry
