@@ -88,17 +88,7 @@ class Policy(nn.Module):
             head_ids: others asked about at the same places.
             temperature: of the sampler.
         """
-        cast = (
-            nullcontext()
-            if self.autocast is None
-            else torch.autocast(ids.device.type, dtype=self.autocast)
-        )
-        positions = (attention.cumsum(-1) - 1).clamp(min=0)
-        with cast:
-            out = self.base.get_decoder()(
-                input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
-            )
-        hidden = out.last_hidden_state.flatten(0, 1)[places]
+        hidden = self._states(ids, attention, places)
         head = self.base.get_output_embeddings()
         found = log_probs(
             hidden,
@@ -110,6 +100,26 @@ class Policy(nn.Module):
             **self.shape._asdict(),
         )
         return found, hidden
+
+    def states(
+        self, ids: Int[Tensor, "R L"], attention: Int[Tensor, "R L"], places: Int[Tensor, " N"]
+    ) -> Tensor:
+        """The hidden states at some places, as of `forward`, without log-probabilities."""
+        return self._states(ids, attention, places)
+
+    def _states(self, ids: Tensor, attention: Tensor, places: Tensor) -> Tensor:
+        cast = (
+            nullcontext()
+            if self.autocast is None
+            else torch.autocast(ids.device.type, dtype=self.autocast)
+        )
+        positions = (attention.cumsum(-1) - 1).clamp(min=0)
+        with cast:
+            out = self.base.get_decoder()(
+                input_ids=ids, attention_mask=attention, position_ids=positions, use_cache=False
+            )
+        hidden: Tensor = out.last_hidden_state.flatten(0, 1)[places]
+        return hidden
 
 
 @final
