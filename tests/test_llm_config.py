@@ -17,7 +17,7 @@ from windage.llm.config import SECTIONS, Config, build, entries, parse, plain, r
 from windage.llm.recipe import resolve
 
 NAMES = [name for name, _, _ in entries()]
-EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "addition.toml"
+EXAMPLES = sorted((Path(__file__).parents[1] / "docs" / "examples").glob("*.toml"))
 
 
 def test_every_key_is_explained():
@@ -112,6 +112,7 @@ def test_bad_flags_are_one_line(words, flags, capsys):
     assert out == "" and words in err and err.count("\n") == 1
 
 
-def test_the_example_is_whole():
-    assert read(EXAMPLE).recipe.name == "starting_point"
-    resolve(read(EXAMPLE))
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_the_examples_are_whole(file):
+    found = read(file)
+    assert found.model.path and resolve(found).name == found.recipe.name
