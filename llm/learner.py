@@ -183,13 +183,18 @@ class Learner:
     def _gradient(self, batch: Batch, responses: Responses) -> Outcome:
         """Accumulate and clip; what is not finite is told."""
         self.optimizer.zero_grad(set_to_none=True)
-        passed = _guarded(responses.through(self.policy), batch)
+        faults, norm, update = list[Fault](), 0.0, None
+        passed = _guarded(responses.through(self.policy), batch, faults)
         parts = responses.parts(self.settings.micro_batch)
-        norm, faults, update = 0.0, list[Fault](), None
+
+        def settle() -> None:
+            if found := self.ranks.everyone(faults):
+                raise _NotFinite(found)
+
         try:
-            update = accumulate(self.estimator, batch, passed, parts, self.ranks)
+            update = accumulate(self.estimator, batch, passed, parts, self.ranks, settle)
         except _NotFinite as problem:
-            faults = problem.faults
+            faults = _each_once(problem.faults)
         except ValueError as problem:
             raise BadInput(str(problem)) from problem
         if update is not None:
@@ -200,33 +205,35 @@ class Learner:
             found = found.full_tensor() if hasattr(found, "full_tensor") else found
             norm = float(found)
             faults = guards.in_update("gradient_norm", norm)
-            batch = self._told(batch, update, responses)
+            batch = self._told(batch, update, responses, parts)
         return Outcome(
             made=False,
             batch=batch,
             update=update,
-            entropy=self._whole(responses.seen.entropy, batch),
+            entropy=self._whole(responses.seen.entropy, batch, parts),
             gradient_norm=norm,
             faults=faults,
             rejected=[],
         )
 
-    def _told(self, batch: Batch, update: Update, responses: Responses) -> Batch:
+    def _told(
+        self, batch: Batch, update: Update, responses: Responses, parts: Sequence[Tensor]
+    ) -> Batch:
         """The record with what the passes told."""
-        head = responses.seen.head_logp
-        if head is not None:
-            whole = head if self.ranks.count == 1 else self.ranks.sum(head.exp()).log()
-            head = whole.view(*batch.mask.shape, -1).to(batch.rewards.dtype)
+        seen = responses.seen
+        head = None if seen.head_logp is None else self._whole(seen.head_logp, batch, parts)
         return replace(
             batch,
             logp=update.logp.to(batch.rewards.dtype),
-            probability_square=self._whole(responses.seen.probability_square, batch),
+            probability_square=self._whole(seen.probability_square, batch, parts),
             head_logp=head,
         )
 
-    def _whole(self, values: Tensor, batch: Batch) -> Tensor:
-        """What all processes saw of the batch's tokens."""
-        return self.ranks.sum(values).view(batch.mask.shape).to(batch.rewards.dtype)
+    def _whole(self, values: Tensor, batch: Batch, parts: Sequence[Tensor]) -> Tensor:
+        """What the processes saw of the batch's tokens, each of its own responses."""
+        mine = self.ranks.own(parts, len(values)).view(-1, *(1,) * (values.dim() - 1))
+        found = self.ranks.sum(torch.where(mine, values, 0.0))
+        return found.view(*batch.mask.shape, *values.shape[2:]).to(batch.rewards.dtype)
 
 
 def _rejected(rows: Sequence[Row], found: Outcome, batch: Batch) -> list[str | None]:
@@ -251,18 +258,31 @@ class _NotFinite(ValueError):
         self.faults = faults
 
 
-def _guarded(forward: Pass, batch: Batch) -> Pass:
-    """The same pass, refused where it gives what is not finite."""
+def _each_once(faults: Sequence[Fault]) -> list[Fault]:
+    """One a row, in order: a row may have been passed by two processes."""
+    found = {fault.response: fault for fault in faults}
+    return [found[row] for row in sorted(found, key=lambda row: row or 0)]
+
+
+def _guarded(forward: Pass, batch: Batch, faults: list[Fault]) -> Pass:
+    """The same pass; what is not finite is noted, and goes on as 0 for as long as others pass."""
     assert batch.row_index is not None
     rows, mask = batch.row_index.flatten(), batch.mask.flatten(0, 1)
 
     def checked(numbers: Tensor) -> Forward:
         found = forward(numbers)
-        values = found.logp.detach().cpu()
-        if faults := guards.in_responses("logp", values, mask[numbers]):
-            own = rows[numbers].tolist()
-            raise _NotFinite([replace(f, response=own[f.response or 0]) for f in faults])
-        return found
+        own, where = rows[numbers].tolist(), mask[numbers].to(found.logp.device)
+        wrong = guards.in_responses("logp", found.logp.detach(), where)
+        if not wrong:
+            return found
+        faults.extend(replace(fault, response=own[fault.response or 0]) for fault in wrong)
+        return Forward(
+            logp=found.logp.nan_to_num(0.0, 0.0, 0.0),
+            head_logp=None if found.head_logp is None else found.head_logp.nan_to_num(0.0, 0.0),
+            probability_square=(
+                None if found.probability_square is None else found.probability_square.nan_to_num()
+            ),
+        )
 
     return checked
 

@@ -233,7 +233,8 @@ class _Pass(torch.autograd.Function):
         ctx.logits = logits
         ctx.set_materialize_grads(False)
         head = torch.where(head_ids < 0, -math.inf, law.logp(head))
-        return law.logp(chosen.unsqueeze(1)).squeeze(1), law.entropy, law.square, head
+        # no view: FSDP puts a hook on what a policy returns
+        return chosen.sub_(law.greatest).sub_(law.log_mass), law.entropy, law.square, head
 
     @staticmethod
     @once_differentiable

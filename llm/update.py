@@ -10,7 +10,7 @@ trained costs one pass beforehand.  So the size of the micro-batches cannot chan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
@@ -123,6 +123,7 @@ def accumulate(
     forward: Pass,
     parts: Sequence[Int[Tensor, " _"]],
     ranks: Ranks = ALONE,
+    settle: Callable[[], None] = lambda: None,
 ) -> Update:
     """Add the gradient of the surrogate to that of the policy's parameters.
 
@@ -138,6 +139,8 @@ def accumulate(
         parts: numbers of responses; together all that have trainable tokens, each once.
         ranks: processes that share the parts; each knows the whole batch.  What each added is
             still to be summed by `Ranks.reduce`.
+        settle: called by every process when its passes are done, before anything is made of them
+            all; may refuse, on every process alike.
 
     Returns:
         What was accumulated, in constants.
@@ -150,25 +153,34 @@ def accumulate(
     _covers(batch, parts)
     flat = _by_response(batch)
     own, logp = (torch.zeros_like(batch.mask, dtype=torch.float64).flatten(0, 1) for _ in range(2))
-    whole = _ahead(estimator, batch, forward, parts, ranks) if looks_ahead(estimator) else None
+    whole = None
+    if looks_ahead(estimator):
+        told = ahead(batch, forward, parts, ranks)
+        settle()
+        whole = _whole(estimator, batch, told)
     terms = batch_terms(estimator, batch) if whole is None else whole.terms
     apart = _terms_by_response(terms)
+
+    def of_part(rows: Tensor, found: Forward) -> tuple[Tensor, Tensor | None]:
+        if whole is not None:
+            head = None if whole.head is None else whole.head.flatten(0, 1)[rows]
+            return whole.own.flatten(0, 1)[rows], head
+        part = found.into(flat.select(rows))
+        made = token_coefficients(estimator, apart.select(rows), part).validate(part)
+        return made.own.squeeze(1), None if made.head is None else made.head.squeeze(1)
+
+    problem: ValueError | None = None
     for rows, counts in ranks.share(parts):
         found = forward(rows)
-        if whole is None:
-            part = found.into(flat.select(rows))
-            made = token_coefficients(estimator, apart.select(rows), part).validate(part)
-            c, head = made.own.squeeze(1), None if made.head is None else made.head.squeeze(1)
-        else:
-            c = whole.own.flatten(0, 1)[rows]
-            head = None if whole.head is None else whole.head.flatten(0, 1)[rows]
-        loss = surrogate(c.to(found.logp.device), found.logp)
-        if head is not None:
-            assert found.head_logp is not None
-            loss = loss + surrogate(head.to(found.logp.device), found.head_logp)
-        (loss * (ranks.scale if counts else 0.0)).backward()
+        try:
+            c, head = of_part(rows, found)
+        except ValueError as refusal:  # the other processes still need this one in their passes
+            problem, c, head = problem or refusal, torch.zeros_like(found.logp), None
+        (_loss(c, head, found) * (ranks.scale if counts else 0.0)).backward()
         if counts:
-            own[rows], logp[rows] = c.to(own.dtype), found.logp.detach().to(logp)
+            own[rows], logp[rows] = c.to(own), found.logp.detach().to(logp)
+    settle()
+    ranks.agree(problem)
     shape = batch.mask.shape
     own, logp = ranks.sum(own).view(shape), ranks.sum(logp).view(shape)
     return Update(own=own, logp=logp, terms=terms)
@@ -195,13 +207,20 @@ def _covers(batch: Batch, parts: Sequence[Tensor]) -> None:
         )
 
 
-def _ahead(
-    estimator: Estimator, batch: Batch, forward: Pass, parts: Sequence[Tensor], ranks: Ranks
-) -> Coefficients:
+def _whole(estimator: Estimator, batch: Batch, told: Mapping[str, Tensor]) -> Coefficients:
     """Coefficients of the whole batch from a pass of its own."""
-    found: dict[str, Any] = dict(ahead(batch, forward, parts, ranks))
+    found: dict[str, Any] = dict(told)
     filled = replace(batch, **found).validate()
     return coefficients(estimator, filled).validate(filled)
+
+
+def _loss(c: Tensor, head: Tensor | None, found: Forward) -> Tensor:
+    """The surrogate of some responses."""
+    loss = surrogate(c.to(found.logp.device), found.logp)
+    if head is not None:
+        assert found.head_logp is not None
+        loss = loss + surrogate(head.to(found.logp.device), found.head_logp)
+    return loss
 
 
 def ahead(
