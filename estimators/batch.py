@@ -60,6 +60,8 @@ ROLLOUT_OPTIONAL = {
     "raw_logp": "numbers",
     "probability_square": "numbers",
     "advantages": "numbers",
+    "values": "numbers",
+    "returns": "numbers",
     "turns": "integers",
 }
 

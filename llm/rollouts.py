@@ -21,6 +21,7 @@ The columns are those of `ROLLOUT_FIELDS` and, where recorded, of `ROLLOUT_OPTIO
     raw_logp               nats, of the engine before temperature, top-p and top-k
     probability_square     sum of squared probabilities of all tokens before the token
     advantages             as the trainer used them
+    values, returns        a critic's value before each token, and what it was fitted to
     turns                  number of the turn in which the token was written
 
 Each file's metadata holds the schema and the fingerprint of the tokenizer; there is no pickle and
@@ -354,7 +355,7 @@ def to_batch(
     for name, nothing in zip(HEAD, (-1, -math.inf), strict=True):
         if (column := extra[name]) is not None:
             extra[name] = [torch.from_numpy(_wide(head, width, nothing)) for head in column]
-    for name in ("proximal_logp", "reference_logp"):
+    for name in ("proximal_logp", "reference_logp", "values"):
         if (column := extra[name]) is not None:
             extra[name] = [torch.tensor(entry) for entry in column]
     if (parts_of := extra["components"]) is not None:

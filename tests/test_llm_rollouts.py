@@ -65,6 +65,8 @@ def row(number: int, *, heads: int = 2, optional: bool = True) -> dict[str, Any]
             "raw_logp": -rng.random(t),
             "probability_square": rng.random(t),
             "advantages": rng.random(t) - 0.5,
+            "values": rng.random(t),
+            "returns": rng.random(t) - 0.5,
             "turns": rng.integers(0, 3, t),
         }
     return found
