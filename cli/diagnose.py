@@ -18,7 +18,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dump",
         nargs="?",
-        type=dump,
         metavar="DUMP",
         help=f"a file or folder ({FORMATS}); default: the dump that ships with windage",
     )
@@ -29,9 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="for files of no known format: the column that holds a field, such as "
         "logp=actor_logprobs,behavior_logp=vllm_logprobs",
     )
-    parser.add_argument(
-        "--compare", type=dump, metavar="OTHER", help="a second dump, set beside the first"
-    )
+    parser.add_argument("--compare", metavar="OTHER", help="a second dump, set beside the first")
     parser.add_argument(
         "--cap",
         type=caps,
@@ -41,12 +38,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def dump(text: str) -> Path:
-    """Accept a file or folder that is there."""
-    path = Path(text)
-    if not text or not path.exists():
-        raise argparse.ArgumentTypeError(f"{text!r} is not there; allowed: a file or folder")
-    return path
+def there(text: str | None, what: str) -> Path | None:
+    """Refuse a path that is not there.
+
+    Raises:
+        BadInput: names it.
+    """
+    if text is not None and not (text and Path(text).exists()):
+        raise BadInput(f"{what} {text!r} is not there; allowed: a file or folder")
+    return None if text is None else Path(text)
 
 
 def columns(text: str) -> Mapping[str, str]:
@@ -81,14 +81,16 @@ def run(arguments: argparse.Namespace) -> int:
         named(arguments.columns)
         if arguments.dump is None:
             raise BadInput("--columns needs a dump; allowed: a file or folder before it")
+    chosen = there(arguments.dump, "DUMP")
+    other = there(arguments.compare, "--compare")
     one_thread()
     from windage.analysis.diagnose.document import demo, diagnose
 
     with progress("rows") as advance:
         document = diagnose(
-            demo() if arguments.dump is None else arguments.dump,
+            demo() if chosen is None else chosen,
             columns=arguments.columns,
-            compare=arguments.compare,
+            compare=other,
             caps=arguments.cap,
             advance=lambda done: advance(done, done),
         )
