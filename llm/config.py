@@ -1,6 +1,6 @@
 """What a run is told: sections of a TOML file, each key with its meaning, default and range.
 
-    [model] [task] [recipe] [sampling] [train] [reference] [evaluate] [run]
+    [model] [task] [recipe] [sampling] [train] [critic] [reference] [evaluate] [run]
 
 The same keys are flags, `--train.steps 20`.  A key that nothing knows is refused with the nearest
 one that there is.  Words that the field confuses:
@@ -172,6 +172,39 @@ class TrainSection:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class CriticSection:
+    """The critic, for recipes that need values; `gamma` and `lam` of the policy are theirs.
+
+    Args:
+        kind: head (a linear layer on the policy's trunk), model (one with a trunk of its own), or
+            empty: none.
+        path: model, folder of the trunk; empty: that of the policy.
+        trunk: head, what the gradient of its loss is multiplied by before it goes into the policy's
+            trunk; 0: stopped.
+        learning_rate: of it, by the optimizer that `train` names; 0: 1e-3 of a head, 1e-5 of a
+            model.
+        lam_value: lambda of what it is fitted to (the recipe's lam is the policy's).
+        passes, minibatches: as of `train`, over each rollout batch.
+        warmup: steps in which the critic alone learns, from whole returns (lambda 1).
+        complete: a response cut at a limit earns the value after its last token.
+        clip_value: farther from its old value than this a value earns no credit (verl:
+            cliprange_value); 0: no limit.
+    """
+
+    kind: Literal["", "head", "model"] = ""
+    path: str = ""
+    trunk: float = 0.0
+    learning_rate: float = 0.0
+    lam_value: float = 1.0
+    passes: int = 1
+    minibatches: int = 1
+    warmup: int = 0
+    complete: bool = False
+    clip_value: float = 0.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class ReferenceSection:
     """The reference of a penalty.
 
@@ -237,6 +270,7 @@ class Config:
     recipe: RecipeSection = field(default_factory=RecipeSection)
     sampling: SamplingSection = SamplingSection()
     train: TrainSection = TrainSection()
+    critic: CriticSection = CriticSection()
     reference: ReferenceSection = ReferenceSection()
     evaluate: EvaluateSection = EvaluateSection()
     run: RunSection = RunSection()
@@ -268,6 +302,13 @@ RANGES: dict[str, tuple[Number, Number]] = {
     "train.warmup": (0, 10**6),
     "train.max_grad_norm": (0, math.inf),
     "train.nonfinite_in_a_row": (1, 10**6),
+    "critic.trunk": (0, 1000),
+    "critic.learning_rate": (0, 10),
+    "critic.lam_value": (0, 1),
+    "critic.passes": (1, 1000),
+    "critic.minibatches": (1, 10**4),
+    "critic.warmup": (0, 10**6),
+    "critic.clip_value": (0, math.inf),
     "reference.every": (1, 10**7),
     "reference.alpha": (0, 1),
     "evaluate.every": (0, 10**7),

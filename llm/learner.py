@@ -5,6 +5,7 @@ rows -> record -> coefficients and gradient (`update.accumulate`) -> clip -> opt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from windage.estimators.batch import Batch
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
 from windage.llm import guard as guards
+from windage.llm.critic import Critic
 from windage.llm.guard import Count, Fault, Guard
 from windage.llm.models import Loaded, Policy, reference_pass
 from windage.llm.passes import Responses
@@ -78,6 +80,7 @@ class Learner:
         schedule: of the learning rate, stepped after each update.
         reference: a frozen copy for penalties, or None: none is needed, or adapters are off for it.
         ranks: processes that train together.
+        critic: gives values and learns them; None: the recipe needs none.
     """
 
     def __init__(
@@ -91,10 +94,11 @@ class Learner:
         reference: Policy | None,
         settings: Settings,
         ranks: Ranks,
+        critic: Critic | None = None,
     ) -> None:
         self.loaded, self.policy, self.estimator = loaded, policy, estimator
         self.optimizer, self.schedule, self.reference = optimizer, schedule, reference
-        self.settings, self.ranks = settings, ranks
+        self.settings, self.ranks, self.critic = settings, ranks, critic
         self.updates, self.count = 0, Count()
 
     @property
@@ -137,6 +141,38 @@ class Learner:
             for name in wanted:
                 row.setdefault(name, [0.0] * len(row["response_ids"]))
 
+    def appraise(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+        """Put the critic's values into the rows, fit it to them, and give its figures.
+
+        Args:
+            rows: of the whole rollout batch.
+            step: of the run, from 0.
+        """
+        if self.critic is None:
+            return {}
+        clock = time.perf_counter()
+        found = self.critic.appraise(rows, *self._responses(rows), step)
+        return found | {"time__critic": time.perf_counter() - clock}
+
+    def watch(self, rows: Sequence[Row], known: Sequence[Fault] = ()) -> Outcome:
+        """What a step tells in which the policy does not move.
+
+        Args:
+            rows, known: as of `update`.
+        """
+        batch, responses = self._responses(rows)
+        self.count = guards.after(self.settings.guard, self.count, known, made=True)
+        return Outcome(
+            made=False,
+            batch=batch,
+            update=None,
+            entropy=self._whole(responses.seen.entropy, batch, ()),
+            gradient_norm=0.0,
+            faults=list(known),
+            rejected=[row["rejected"] for row in rows],
+            count=self.count,
+        )
+
     @contextmanager
     def _seen_as(self, name: str) -> Iterator[Any]:
         """The policy that a column is of."""
@@ -163,7 +199,7 @@ class Learner:
         rows = list(rows)
         while True:
             batch, responses = self._responses(rows)
-            found = self._gradient(batch, responses)
+            found = self._gradient(rows, batch, responses)
             faults += found.faults
             decision = guards.judge(self.settings.guard, found.faults)
             if decision != "set aside":
@@ -180,11 +216,12 @@ class Learner:
         rejected = _rejected(rows, found, batch)
         return replace(found, made=made, faults=faults, rejected=rejected, count=self.count)
 
-    def _gradient(self, batch: Batch, responses: Responses) -> Outcome:
+    def _gradient(self, rows: Sequence[Row], batch: Batch, responses: Responses) -> Outcome:
         """Accumulate and clip; what is not finite is told."""
         self.optimizer.zero_grad(set_to_none=True)
         faults, norm, update = list[Fault](), 0.0, None
-        passed = _guarded(responses.through(self.policy), batch, faults)
+        beside = None if self.critic is None else self.critic.pull(rows, batch)
+        passed = _guarded(responses.through(self.policy, beside), batch, faults)
         parts = responses.parts(self.settings.micro_batch)
 
         def settle() -> None:

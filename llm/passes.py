@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -24,6 +24,7 @@ from windage.llm.update import Forward
 
 Row = Mapping[str, Any]
 Numbers = Int[Tensor, " _"]
+Beside = Callable[[Tensor, Numbers], Tensor]
 
 
 class Packed(NamedTuple):
@@ -147,13 +148,19 @@ class Responses:
         )
         return pack(prompts, responses, self.mask[numbers])
 
-    def through(self, policy: Policy | Callable[..., Any]) -> Callable[[Numbers], Forward]:
-        """A pass of this model over responses by their numbers p G + g, for `update.accumulate`."""
+    def through(
+        self, policy: Policy | Callable[..., Any], beside: Beside | None = None
+    ) -> Callable[[Numbers], Forward]:
+        """A pass of this model over responses by their numbers p G + g, for `update.accumulate`.
+
+        Args:
+            beside: makes another loss of the hidden states before the tokens asked about.
+        """
 
         def forward(numbers: Numbers) -> Forward:
             packed = self.packed(numbers)
             heads = None if self._heads is None else self._heads[numbers][packed.asked]
-            found, _ = policy(
+            found, hidden = policy(
                 packed.ids.to(self.device),
                 packed.attention.to(self.device),
                 packed.places.to(self.device),
@@ -161,7 +168,10 @@ class Responses:
                 None if heads is None else heads.to(self.device),
                 self.temperature,
             )
-            return self._spread(found, packed.asked, numbers)
+            told = self._spread(found, packed.asked, numbers)
+            if beside is None or not torch.is_grad_enabled():
+                return told
+            return replace(told, beside=beside(hidden, numbers))
 
         return forward
 

@@ -45,11 +45,14 @@ class Forward:
         logp: of the sampled tokens; anything finite after the end.
         head_logp: of the head tokens, -inf where there is none; None: no head.
         probability_square: sum of squared probabilities; None: not asked for.
+        beside: another loss of these responses, differentiable, which adds up over the parts, such
+            as a critic's on the policy's trunk; None: there is none.
     """
 
     logp: Float[Tensor, "R T"]
     head_logp: Float[Tensor, "R T K"] | None = None
     probability_square: Float[Tensor, "R T"] | None = None
+    beside: Float[Tensor, ""] | None = None
 
     def into(self, batch: Batch) -> Batch:
         """The record of these responses with what the pass says, as constants.
@@ -64,7 +67,7 @@ class Forward:
 
 def _given(found: Forward, device: torch.device) -> dict[str, Tensor]:
     """What a pass said, as constants beside the batch."""
-    values = {f.name: getattr(found, f.name) for f in fields(found)}
+    values = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "beside"}
     return {name: v.detach().to(device) for name, v in values.items() if v is not None}
 
 
@@ -215,12 +218,12 @@ def _whole(estimator: Estimator, batch: Batch, told: Mapping[str, Tensor]) -> Co
 
 
 def _loss(c: Tensor, head: Tensor | None, found: Forward) -> Tensor:
-    """The surrogate of some responses."""
+    """The surrogate of some responses, and what stands beside it."""
     loss = surrogate(c.to(found.logp.device), found.logp)
     if head is not None:
         assert found.head_logp is not None
         loss = loss + surrogate(head.to(found.logp.device), found.head_logp)
-    return loss
+    return loss if found.beside is None else loss + found.beside
 
 
 def ahead(
