@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from windage.llm.logprobs import LogProbs, log_probs
 from windage.llm.rollouts import fingerprint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# A name on the hub: owner and model, or the model alone.
+HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 # Greatest difference of the chunked pass from the model's own logits, at load.
 TOLERANCE = 1e-3
 
@@ -215,21 +218,46 @@ def chosen(device: str) -> torch.device:
 
 
 def _read(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     allowed = "a folder with config.json, safetensors and a tokenizer, or a name on the hub"
     if Path(path).exists() and not (Path(path) / "config.json").is_file():
         raise BadInput(f"model {path!r} has no config.json; allowed: {allowed}")
+    if not Path(path).exists() and not HUB.fullmatch(path):
+        raise BadInput(f"model {path!r} is no folder; allowed: {allowed}")
+    plain = {"trust_remote_code": False}  # unset, a person is asked whether to run a folder's code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        told = AutoConfig.from_pretrained(path, **plain)  # first: a name that is none ends here
+        tokenizer = AutoTokenizer.from_pretrained(path, **plain)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, config=told, dtype=dtype, use_safetensors=True, output_loading_info=True, **plain
+        )
     except Exception as problem:
         why = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise BadInput(f"model {path!r} cannot be loaded: {why}; allowed: {allowed}") from None
+    _whole(path, model, found, len(tokenizer))
     return model, tokenizer
+
+
+def _whole(path: str, model: Any, found: Any, words: int) -> None:
+    """Refuse weights that are missing, of another shape or not finite, and too few of them."""
+    lacks = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    infinite = [name for name, value in model.named_parameters() if not value.isfinite().all()]
+    rows = model.get_input_embeddings().num_embeddings
+    why = ""
+    if lacks:
+        why = f"its weights lack {lacks[0]}{f' and {len(lacks) - 1} more' * (len(lacks) > 1)}"
+    elif infinite:
+        why = f"{infinite[0]} holds numbers that are not finite"
+    elif words > rows:
+        why = f"its tokenizer has {words} tokens, its embedding {rows}"
+    if why:
+        raise BadInput(f"model {path!r}: {why}; allowed: a whole model with its own tokenizer")
 
 
 def _adapted(model: Any, lora: Lora) -> Any:
@@ -247,7 +275,8 @@ def _adapted(model: Any, lora: Lora) -> Any:
         return get_peft_model(model, settings)
     except ValueError as problem:
         raise BadInput(
-            f"lora targets {list(lora.targets)}: {str(problem).splitlines()[0]}"
+            f"lora targets {list(lora.targets)}: {str(problem).splitlines()[0]}; "
+            "allowed: names of linear layers, or none for all"
         ) from None
 
 
