@@ -291,6 +291,17 @@ def test_a_copy_in_half_precision_records_what_it_drew_from(model_of):
     assert 1e-4 < np.abs(response.behavior_logp.numpy() - wanted).mean() < 0.2
 
 
+def test_a_copy_in_half_precision_is_the_model_loaded_in_it(model_of):
+    """Positions too: their frequencies, rounded, would turn the five hundredth by a radian."""
+    sampler = TransformersSampler(model_of(), stop_ids=(), autocast=torch.bfloat16)
+    ids = torch.randint(2, 20, (1, 500), generator=torch.Generator().manual_seed(0))
+    (found,) = sampler.score([(ids[0, :1].tolist(), ids[0, 1:].tolist())])
+    half = AutoModelForCausalLM.from_pretrained(model_of().name_or_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logp = half(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    assert torch.equal(found, logp.gather(1, ids[0, 1:, None])[:, 0])
+
+
 def test_stop_ids_of_the_sampling_belong_to_the_response(model_of):
     sampler = TransformersSampler(model_of(), stop_ids=())
     (found,) = sampler.sample([Request(prompt_ids=(2,), count=40, seed=0)], Sampling(stop_ids=(8,)))

@@ -147,7 +147,10 @@ def _plain_copy(model: Any, dtype: torch.dtype | None) -> Any:
     for name, module in list(made.named_modules()):
         if hasattr(module, "base_layer"):
             made.set_submodule(name, module.base_layer)
-    return made.to(dtype) if dtype is not None else made
+    if dtype is not None:
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(dtype)  # buffers hold the frequencies of positions
+    return made
 
 
 def _widened(x: Tensor, width: int, dim: int) -> Tensor:
