@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return status
     except BadInput as problem:
-        print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of processes that train together, the first speaks
+            print(f"{name}: {' '.join(str(problem).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(config.run.folder)
     ranks, wrap, device = processes.join(config.model.device)
     config = build({"model": {"device": device}}, config)
-    if not ranks.first:
-        train(runs.start(config, ranks=ranks, wrap=wrap, resume=arguments.resume is not None))
-        return 0
-    with checkpoint.claim(folder):
+    with ExitStack() as stack:
+        stack.callback(processes.leave)
+        with ranks.together():
+            if ranks.first:
+                stack.enter_context(checkpoint.claim(folder))
         ready = runs.start(config, ranks=ranks, wrap=wrap, resume=arguments.resume is not None)
+        if not ranks.first:
+            train(ready)
+            return 0
         if config.run.card and arguments.resume is None:
             _keep(folder, _card(config))
-        with _watching(config, quiet=arguments.quiet, steps=ready.steps) as watch:
-            train(ready, watch)
+        train(ready, stack.enter_context(_watching(config, arguments.quiet, ready.steps)))
     found = document_of([folder])
     deliver(found, arguments)
     return 0
@@ -104,7 +107,7 @@ def _keep(folder: Path, card: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _watching(config: Config, *, quiet: bool, steps: int) -> Iterator[Callable[[Any], None]]:
+def _watching(config: Config, quiet: bool, steps: int) -> Iterator[Callable[[Any], None]]:
     """What is told of each step: a line, and trackers where they are asked for."""
     from windage.llm.console import watcher
     from windage.llm.trackers import tracking

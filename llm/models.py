@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windage.estimators.errors import BadInput, positive, unknown
 from windage.llm.logprobs import LogProbs, log_probs
+from windage.llm.ranks import whole
 from windage.llm.rollouts import fingerprint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -342,8 +343,13 @@ def decode(loaded: Loaded, ids: Sequence[int] | Tensor) -> str:
 def weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name in the plain model, adapters merged into what they adapt.
 
-    A sampler takes these; a tied output matrix goes by the embedding's name alone.
+    A sampler takes these; a tied output matrix goes by the embedding's name alone.  Processes that
+    each hold a share of the weights go through them in step, and each gets them whole.
     """
+    return ((name, whole(value)) for name, value in _weights(policy))
+
+
+def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     if not hasattr(policy.model, "peft_config"):
         yield from ((n, p.detach()) for n, p in policy.model.named_parameters())
         return

@@ -42,6 +42,19 @@ def _split(entries: Mapping[str, Any], place: str, tensors: dict[str, Tensor]) -
     return rest
 
 
+def owner(optimizer: Any, name: str) -> Tensor | None:
+    """The parameter that a packed tensor belongs to; None: one of a whole group's.
+
+    Example:
+        >>> one = torch.zeros(2, requires_grad=True)
+        >>> owner(torch.optim.SGD([one], lr=0.1), "state.0.momentum_buffer") is one
+        True
+    """
+    kind, number, _ = name.split(".", 2)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return parameters[int(number)] if kind == "state" else None
+
+
 def unpack_optimizer(optimizer: Any, tensors: Mapping[str, Tensor], packed: dict[str, Any]) -> None:
     """Put a packed state into an optimizer of the same parameters, in the kinds it was kept in.
 

@@ -75,7 +75,7 @@ def _sharding() -> Any:
 
 def _sharder(settings: Any, device: torch.device) -> Wrap:
     """Shards each layer of a policy, and what is left together, in place."""
-    from torch.distributed import init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))

@@ -188,9 +188,9 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def shared_like(value: Tensor, own: Tensor) -> Tensor:
-    """This process's share of a whole tensor, as another of the same shape is shared."""
-    if not hasattr(own, "full_tensor") or value.shape != own.shape:
+def shared_like(value: Tensor, own: Tensor | None) -> Tensor:
+    """This process's share of a whole tensor, where another of the same shape is shared."""
+    if not hasattr(own, "full_tensor") or own is None or value.shape != own.shape:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 

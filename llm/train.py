@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from windage.estimators.errors import BadInput
 from windage.estimators.estimator import batch_terms
 from windage.llm import checkpoint, guard, journal, metrics, reference, rollouts
 from windage.llm.draw import Drawn
@@ -70,7 +69,10 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
     config, learner = run.config, run.learner
     with ExitStack() as stack:
         stack.callback(run.source.close)
-        files = _opened(run, stack) if run.ranks.first else None
+        files = None
+        with run.ranks.together():
+            if run.ranks.first:
+                files = _opened(run, stack)
         if run.start == 0:
             _evaluate(run, files, 0)
         for step in range(run.start, run.steps):
@@ -83,13 +85,14 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
             ]
             _mark(drawn.rows, outcomes)
             trained = time.perf_counter() - clock - waited
-            publish(run)
-            if files is not None:
-                whole = time.perf_counter() - clock
-                seconds = {"time__sample": waited, "time__train": trained, "time__step": whole}
-                record = _measured(run, done, drawn, outcomes, **seconds)
-                _record(run, files, drawn, outcomes, record)
-                tell(record)
+            run.publish()
+            with run.ranks.together():
+                if files is not None:
+                    whole = time.perf_counter() - clock
+                    seconds = {"time__sample": waited, "time__train": trained, "time__step": whole}
+                    record = _measured(run, done, drawn, outcomes, **seconds)
+                    _record(run, files, drawn, outcomes, record)
+                    tell(record)
             for _, outcome in outcomes:
                 guard.stop(learner.settings.guard, outcome.count, outcome.faults, done)
             if config.evaluate.every and (done % config.evaluate.every == 0 or done == run.steps):
@@ -118,15 +121,11 @@ def _opened(run: Run, stack: ExitStack) -> Files:
 
 def _rollouts(run: Run, step: int) -> Step:
     """The step's rollout batch, known to every process."""
-    problem, found = None, Step(rows=[], texts=[], faults={})
-    try:
+    found = Step(rows=[], texts=[], faults={})
+    with run.ranks.together():
         if run.ranks.first:
             found = _drawn(run, step)
-    except BadInput as refusal:
-        problem = str(refusal)
-    rows, faults, problem = run.ranks.same((found.rows, found.faults, problem))
-    if problem is not None:
-        raise BadInput(problem)
+    rows, faults = run.ranks.same((found.rows, found.faults))
     rows = curated(rows, run.config.train.positive_share, seed=run.config.run.seed, step=step)
     return Step(rows=rows, texts=found.texts, faults=faults)
 
@@ -223,14 +222,6 @@ def _mark(rows: list[Row], outcomes: Sequence[tuple[list[int], Outcome]]) -> Non
                 seen.add(number)
 
 
-def publish(run: Run) -> None:
-    """Give the sampler the new weights, and see that it took them."""
-    if run.desk is None and run.ranks.count == 1:
-        return
-    news = run.news()
-    run.source.publish(news.kept() if run.ranks.averaged else news)
-
-
 def _measured(
     run: Run,
     step: int,
@@ -292,17 +283,21 @@ def _record(
 
 def _evaluate(run: Run, files: Files | None, step: int) -> None:
     """Ask held-out questions, where that was asked for."""
-    if not run.config.evaluate.every or run.desk is None or files is None:
+    if not run.config.evaluate.every:
         return
-    with run.source.paused() as free:
-        desk = free or run.desk
-        load(desk, run.news())
-        found = evaluate(desk, run.config, step)
-    files.evaluate.write({"step": step, **found})
+    news = run.news()
+    with run.ranks.together():
+        if run.desk is not None and files is not None and news is not None:
+            with run.source.paused() as free:
+                desk = free or run.desk
+                load(desk, news)
+                found = evaluate(desk, run.config, step)
+            files.evaluate.write({"step": step, **found})
 
 
 def _save(run: Run, files: Files | None, step: int) -> None:
-    if files is not None:
-        for name in Files.__dataclass_fields__:
-            getattr(files, name).sync()
-        run.save(step)
+    with run.ranks.together():
+        if files is not None:
+            for name in Files.__dataclass_fields__:
+                getattr(files, name).sync()
+    run.save(step)
