@@ -131,7 +131,16 @@ def _rollouts(run: Run, step: int) -> Step:
 
 
 def _drawn(run: Run, step: int) -> Step:
-    found = run.source.rows(step)
+    try:
+        found = run.source.rows(step)
+    except BadInput:
+        raise
+    except Exception as problem:
+        why = (str(problem).splitlines() or [""])[0]
+        raise BadInput(
+            f"the sampler died at step {step + 1}: {type(problem).__name__}: {why}; allowed: an "
+            "engine that runs; --resume goes on from the last checkpoint"
+        ) from problem
     texts = [one for one in found if isinstance(one, Drawn)]
     rows = [dict(one.row) if isinstance(one, Drawn) else dict(one) for one in found]
     if isinstance(run.source, Synchronous):

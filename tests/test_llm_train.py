@@ -229,6 +229,8 @@ def test_an_engine_that_dies_is_made_again(model, tmp_path, monkeypatch):
     Dying.left = 99
     with refused("the sampler died 4 times in a row at step 0: RuntimeError: the engine is gone"):
         trained(model, tmp_path / "more", train={"mode": "asynchronous"})
+    with refused("the sampler died at step 1: RuntimeError: the engine is gone; allowed"):
+        trained(model, tmp_path / "once")
 
 
 def test_order_and_seeds_depend_on_the_place_alone(model, tmp_path):
