@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from windage.estimators.advantage import terminal_rewards, value_targets
 from windage.estimators.batch import Batch
 from windage.estimators.errors import BadInput
+from windage.llm.config import Config
+from windage.llm.models import Loaded, load
 from windage.llm.packed import pack_optimizer, unpack_optimizer
 from windage.llm.passes import Beside, Packed, Responses
 from windage.llm.ranks import Ranks
@@ -44,6 +46,7 @@ Numbers = Int[Tensor, " _"]
 Parts = list[Numbers]
 # Hidden states of a batch are kept between values and fit up to so many numbers.
 KEPT = 1 << 28
+RATES = {"head": 1e-3, "model": 1e-5}
 
 
 @final
@@ -282,6 +285,71 @@ class Critic:
                 "the checkpoint's critic is not this one; allowed: the [critic] of the run"
             ) from None
         unpack_optimizer(self.optimizer, tensors["critic_optimizer"], settings)
+
+
+def build(
+    config: Config,
+    loaded: Loaded,
+    policy: Any,
+    *,
+    gamma: float,
+    optimizer: Callable[[list[Any], float], Any],
+    ranks: Ranks,
+) -> Critic | None:
+    """The critic of a configuration; None: it has none.
+
+    Args:
+        loaded: the policy's model.
+        policy: what is called, such as a sharded form of `loaded.policy`.
+        gamma: of the recipe.
+        optimizer: makes one from parameters and a learning rate.
+        ranks: processes that train together.
+
+    Raises:
+        BadInput: its model cannot be had, or has another tokenizer.
+    """
+    told, own, states = config.critic, None, policy.states
+    if not told.kind:
+        return None
+    at = loaded
+    if told.kind == "model":
+        at = load(
+            told.path or config.model.path,
+            dtype=config.model.dtype,
+            autocast=config.model.autocast or None,
+            device=config.model.device,
+            checkpointing=config.model.gradient_checkpointing,
+        )
+        if at.fingerprint != loaded.fingerprint:
+            raise BadInput(
+                f"critic.path {told.path!r} has another tokenizer; allowed: the policy's"
+            )
+        own, states = at.policy.base.get_decoder(), at.policy.states
+    elif ranks.averaged:
+        torch.distributed.fsdp.register_fsdp_forward_method(policy, "states")
+    rate = told.learning_rate or RATES[told.kind]
+    return Critic(
+        states,
+        at.policy.base.config.get_text_config().hidden_size,
+        own=own,
+        optimizer=lambda parameters: optimizer(parameters, rate),
+        fitting=Fitting(
+            gamma=gamma,
+            lam_value=told.lam_value,
+            passes=told.passes,
+            minibatches=told.minibatches,
+            micro_batch=config.train.micro_batch,
+            warmup=told.warmup,
+            complete=told.complete,
+            clip_value=told.clip_value,
+            trunk=told.trunk,
+            max_grad_norm=config.train.max_grad_norm,
+            seed=config.run.seed,
+        ),
+        ranks=ranks,
+        device=loaded.device,
+        dtype=torch.float64 if config.model.dtype == "float64" else torch.float32,
+    )
 
 
 def value_loss(

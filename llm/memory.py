@@ -19,10 +19,12 @@ def estimate(config: Config) -> dict[str, float]:
     """GiB by purpose, of one process that shards nothing.
 
         weights P b, gradients P' b, optimizer 2 P' b (adamw), the sampler's copy P b', a reference
-        P b, activations R T (34 W + ...) L b, pieces of logits 3 * 256 * 8192 * 4
+        P b, a critic's model 4 Q b (adamw), activations R T (34 W + ...) L b, pieces of logits
+        3 * 256 * 8192 * 4
 
-    with P parameters, P' of them trained, b bytes a number, R responses of T tokens in a forward
-    pass, width W and L layers.  Activations are a rule of thumb, good to a factor of two.
+    with P parameters, P' of them trained, Q of the critic's, b bytes a number, R responses of T
+    tokens in a forward pass, width W and L layers.  Activations are a rule of thumb, good to a
+    factor of two.
 
     Raises:
         BadInput: the model's configuration cannot be read.
@@ -40,11 +42,22 @@ def estimate(config: Config) -> dict[str, float]:
         "gradients": trained * b,
         "optimizer": STATES[config.train.optimizer] * trained * b,
         "sampler": 0 if config.train.mode == "offline" else parameters * sampled,
+        "critic": _critic(config),
         "activations": tokens * width * layers * kept * narrow,
         "logits": 3 * TOKENS * VOCABULARY * 4,
     }
+    if not config.critic.kind:
+        del found["critic"]
     found["total"] = sum(found.values())
     return {"parameters": float(parameters)} | {k: v / 2**30 for k, v in found.items()}
+
+
+def _critic(config: Config) -> float:
+    """Bytes of a critic with a trunk of its own: weights, gradients, optimizer; of a head: none."""
+    if config.critic.kind != "model":
+        return 0.0
+    _, parameters, _ = _sizes(config.critic.path or config.model.path)
+    return parameters * BYTES[config.model.dtype] * (2 + STATES[config.train.optimizer])
 
 
 def _sizes(path: str) -> tuple[Any, int, int]:
