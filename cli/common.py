@@ -46,7 +46,9 @@ def common(parser: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--out", type=directory, metavar="DIR", help="write tables, figures and one HTML page there"
     )
-    flags.add_argument("--seed", type=seed, default=0, metavar="N", help="of whatever is sampled")
+    unsaid = parser.get_default("seed") or 0
+    words = "of whatever is sampled"
+    flags.add_argument("--seed", type=seed, default=unsaid, metavar="N", help=words)
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +62,34 @@ def write(document: Mapping[str, Any], folder: Path) -> None:
             f"--out {str(folder)!r}: {problem.strerror}; allowed: a directory with room"
         ) from None
     print(f"windage {verb(document)}: {len(files)} files in {folder}", file=sys.stderr)
+
+
+@contextmanager
+def interruptible(line: str) -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C ask for an end that loses nothing; the second is one at once.
+
+    Gives a function that says whether it was asked for.
+
+    Args:
+        line: said on standard error when it is.
+    """
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        os.write(2, f"{line}\n".encode())  # a stream may be in the middle of a line
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

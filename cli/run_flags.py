@@ -8,11 +8,15 @@ from typing import Any
 
 from windage.estimators.errors import BadInput
 from windage.llm import config as configs
-from windage.llm.config import Config
+from windage.llm.config import Config, SamplingSection
+
+# What nobody said; likeliest tokens recorded where a recipe centers scores and nobody said how many.
+UNSAID, HEAD = -1, 64
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """A file and a flag for every key."""
+    parser.set_defaults(seed=UNSAID)
     parser.add_argument("file", nargs="?", type=Path, metavar="CONFIG.toml", help="of the run")
     group = None
     for name, _, default in configs.entries():
@@ -29,8 +33,13 @@ def resolve(arguments: argparse.Namespace) -> Config:
     Raises:
         BadInput: whatever the file or a flag has wrong.
     """
-    config = Config() if arguments.file is None else configs.read(arguments.file)
+    base = Config(sampling=SamplingSection(head=UNSAID))
+    config = base if arguments.file is None else configs.read(arguments.file, base)
     given = vars(arguments)
+    if arguments.seed != UNSAID:
+        if given["run.seed"] is not None:
+            raise BadInput("--seed beside --run.seed; allowed: one of them, which mean the same")
+        given["run.seed"] = str(arguments.seed)
     told: dict[str, dict[str, Any]] = {}
     for name, kind, _ in configs.entries():
         if (text := given.get(name)) is not None:
@@ -61,4 +70,14 @@ def check(config: Config) -> Config:
         raise BadInput("train.refill is set; allowed with synchronous and iterated")
     if train.positive_share and train.mode not in ("offline", "iterated"):
         raise BadInput("train.positive_share is set; allowed with offline and iterated")
+    if config.sampling.head == UNSAID:
+        return configs.build({"sampling": {"head": _head(config)}}, config)
     return config
+
+
+def _head(config: Config) -> int:
+    """As many likeliest tokens as the recipe or a shadow of it centers over."""
+    from windage.estimators import catalogue
+
+    entries = [catalogue.get(name) for name in (config.recipe.name, *config.recipe.shadow)]
+    return HEAD * any(entry.centering is not None for entry in entries)

@@ -26,9 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput("--store is missing; allowed: a folder for the rollout store")
     if config.train.mode == "offline":
         config = build({"train": {"mode": "synchronous"}}, config)
-    if arguments.seed:
-        config = build({"run": {"seed": arguments.seed}}, config)
-    run_flags.check(config)
+    config = run_flags.check(config)
     with progress("batches") as advance:
         rows = _drawn(config, arguments.store, advance)
     deliver({"schema": "windage/sample/1", "store": str(arguments.store), "rows": rows}, arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from windage.cli import run_flags
-from windage.cli.output import deliver
+from windage.cli.output import deliver, interruptible
 from windage.estimators.errors import BadInput
 from windage.llm.config import Config, build, plain, toml
+
+STOPPING = "windage train: ends after this step and saves; Ctrl-C once more: at once"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _dry(config, arguments)
     if not config.run.folder:
         raise BadInput("run.folder is missing; allowed: a folder for the run")
+    from windage.llm import trackers
+
+    trackers.check(config.run.trackers)
     from windage.analysis.runs.document import run as document_of
     from windage.llm import checkpoint, processes
     from windage.llm import run as runs
@@ -51,15 +57,32 @@ def run(arguments: argparse.Namespace) -> int:
             if ranks.first:
                 stack.enter_context(checkpoint.claim(folder))
         ready = runs.start(config, ranks=ranks, wrap=wrap, resume=arguments.resume is not None)
+        stop = stack.enter_context(interruptible(STOPPING if ranks.first else ""))
         if not ranks.first:
-            train(ready)
+            train(ready, stop=stop)
             return 0
+        _tell(ready.start, ready.steps, resumed=arguments.resume is not None)
         if config.run.card and arguments.resume is None:
             _keep(folder, _card(config))
-        train(ready, stack.enter_context(_watching(config, arguments.quiet, ready.steps)))
+        watch = stack.enter_context(_watching(config, arguments.quiet, ready.steps))
+        if not train(ready, watch, stop):
+            _say(f"stopped and saved; windage train --resume {shlex.quote(str(folder))} goes on")
+            return 130
     found = document_of([folder])
     deliver(found, arguments)
     return 0
+
+
+def _say(words: str) -> None:
+    print(f"windage train: {words}", file=sys.stderr, flush=True)
+
+
+def _tell(start: int, steps: int, *, resumed: bool) -> None:
+    """Where a resumed run goes on, if that is not where one would think."""
+    if resumed and start == 0:
+        _say("no checkpoint was there yet, so the run begins again")
+    elif resumed and start == steps:
+        _say(f"all {steps} steps are done; more by --train.steps")
 
 
 def _resolved(arguments: argparse.Namespace) -> Config:
@@ -71,12 +94,11 @@ def _resolved(arguments: argparse.Namespace) -> Config:
         if not file.exists():
             raise BadInput(f"--resume {str(arguments.resume)!r} holds no run; allowed: its folder")
         arguments.file = file
+        if vars(arguments)["run.folder"] is not None:
+            raise BadInput("--run.folder beside --resume; allowed: the run stays in its folder")
         config = run_flags.resolve(arguments)
         return run_flags.check(build({"run": {"folder": str(arguments.resume)}}, config))
-    config = run_flags.resolve(arguments)
-    if arguments.seed:
-        config = build({"run": {"seed": arguments.seed}}, config)
-    return run_flags.check(config)
+    return run_flags.check(run_flags.resolve(arguments))
 
 
 def _card(config: Config) -> dict[str, Any]:
@@ -101,9 +123,10 @@ def _card(config: Config) -> dict[str, Any]:
 
 def _keep(folder: Path, card: dict[str, Any]) -> None:
     from windage.analysis.card import lines
+    from windage.llm.folder import whole
 
     print("\n".join(lines(card)), file=sys.stderr)
-    (folder / "card.json").write_text(json.dumps(card, allow_nan=False, indent=1) + "\n")
+    whole(folder / "card.json", json.dumps(card, allow_nan=False, indent=1) + "\n")
 
 
 @contextmanager

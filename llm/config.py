@@ -105,7 +105,8 @@ class SamplingSection:
         max_tokens: of a response.
         temperature: divides the logits; the trainer's log-probabilities take it too.
         top_k, top_p: tokens that stay; 0 and 1: all.
-        head: likeliest tokens recorded at each position, for score centering.
+        head: likeliest tokens recorded at each position, for score centering; where the command
+            line was not told: 64 if the recipe or a shadow of it centers.
         batch: responses drawn at a time.
         keep_cache: in-flight updates leave keys and values of the old weights in place.
         tolerance: of the check after each sync, in nats; 0: by the number formats.
@@ -331,8 +332,8 @@ def entries() -> Iterator[tuple[str, Any, Any]]:
             yield f"{section}.{one.name}", hints[one.name], getattr(plain, one.name)
 
 
-def read(path: Path) -> Config:
-    """A configuration from a TOML file.
+def read(path: Path, base: Config | None = None) -> Config:
+    """A configuration from a TOML file, in place of the base's.
 
     Raises:
         BadInput: names the file and what is wrong in it.
@@ -344,7 +345,7 @@ def read(path: Path) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise BadInput(f"{str(path)!r} is no TOML: {problem}") from None
     try:
-        return build(told)
+        return build(told, base)
     except BadInput as problem:
         raise BadInput(f"{str(path)!r}: {problem}") from None
 

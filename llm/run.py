@@ -498,4 +498,3 @@ def _shadows(config: Config) -> dict[str, Estimator]:
     if config.sampling.head:
         fields += ["head_ids", "head_behavior_logp", "head_logp"]
     return shadow.carried(asked, fields=fields, length=float(config.sampling.max_tokens))
-

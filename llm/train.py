@@ -56,12 +56,18 @@ class Files:
     evaluate: Journal
 
 
-def train(run: Run, tell: Tell = lambda record: None) -> None:
+def train(
+    run: Run, tell: Tell = lambda record: None, stop: Callable[[], bool] = lambda: False
+) -> bool:
     """Train until the last step.
 
     Args:
         run: as `run.start` makes it ready.
         tell: is given each step's metrics.
+        stop: asked after each step whether to save and end early; the first process decides.
+
+    Returns:
+        Whether the last step was reached.
 
     Raises:
         BadInput: one line; everything up to the last checkpoint stays.
@@ -98,8 +104,12 @@ def train(run: Run, tell: Tell = lambda record: None) -> None:
             if config.evaluate.every and (done % config.evaluate.every == 0 or done == run.steps):
                 _evaluate(run, files, done)
             every = config.run.save_every
-            if done == run.steps or (every and done % every == 0):
+            last = run.ranks.same(done == run.steps or stop())
+            if last or (every and done % every == 0):
                 _save(run, files, done)
+            if last:
+                return done == run.steps
+    return True
 
 
 def _opened(run: Run, stack: ExitStack) -> Files:
