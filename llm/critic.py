@@ -46,6 +46,7 @@ Numbers = Int[Tensor, " _"]
 Parts = list[Numbers]
 # Hidden states of a batch are kept between values and fit up to so many numbers.
 KEPT = 1 << 28
+GROUPS = ("critic", "critic_optimizer")
 RATES = {"head": 1e-3, "model": 1e-5}
 
 
@@ -270,7 +271,7 @@ class Critic:
         """Groups of tensors and plain values, for a checkpoint."""
         tensors, settings = pack_optimizer(self.optimizer)
         own = {name: value.detach() for name, value in self.module.state_dict().items()}
-        return {"critic": own, "critic_optimizer": tensors}, settings
+        return dict(zip(GROUPS, (own, tensors), strict=True)), settings
 
     def unpack(self, tensors: Mapping[str, Any], settings: Any) -> None:
         """Be the critic of a checkpoint.
@@ -278,13 +279,14 @@ class Critic:
         Raises:
             BadInput: the checkpoint has none, or one of another kind or size.
         """
+        own, optimizer = (tensors[name] for name in GROUPS)
         try:
-            self.module.load_state_dict(tensors["critic"])
-        except (KeyError, RuntimeError):
+            self.module.load_state_dict(own)
+        except RuntimeError:
             raise BadInput(
-                "the checkpoint's critic is not this one; allowed: the [critic] of the run"
+                "the checkpoint has another critic, or none; allowed: the [critic] of the run"
             ) from None
-        unpack_optimizer(self.optimizer, tensors["critic_optimizer"], settings)
+        unpack_optimizer(self.optimizer, optimizer, settings)
 
 
 def build(
@@ -295,8 +297,8 @@ def build(
     gamma: float,
     optimizer: Callable[[list[Any], float], Any],
     ranks: Ranks,
-) -> Critic | None:
-    """The critic of a configuration; None: it has none.
+) -> Critic:
+    """The critic of a configuration that has one.
 
     Args:
         loaded: the policy's model.
@@ -308,10 +310,7 @@ def build(
     Raises:
         BadInput: its model cannot be had, or has another tokenizer.
     """
-    told, own, states = config.critic, None, policy.states
-    if not told.kind:
-        return None
-    at = loaded
+    told, own, states, at = config.critic, None, policy.states, loaded
     if told.kind == "model":
         at = load(
             told.path or config.model.path,

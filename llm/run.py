@@ -26,9 +26,10 @@ from torch import Tensor
 
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
-from windage.llm import checkpoint, models, recipe, reference, shadow, sources
+from windage.llm import checkpoint, critic, models, recipe, reference, shadow, sources
 from windage.llm import folder as folders
 from windage.llm.config import Config
+from windage.llm.critic import Critic
 from windage.llm.draw import Desk
 from windage.llm.guard import Count, Guard
 from windage.llm.learner import Learner, Settings, optimizer_of, schedule_of
@@ -129,6 +130,8 @@ class Run:
             tensors["trained"] = whole(trained)
         if learner.reference is not None and self.schedule != reference.NEVER:
             tensors["reference"] = whole(learner.reference.state_dict().items())
+        critics, about = ({}, None) if learner.critic is None else learner.critic.packed()
+        tensors |= {group: whole(named.items()) for group, named in critics.items()}
         model = whole(models.weights(self.loaded.policy))
         state = {
             "step": step,
@@ -137,6 +140,7 @@ class Run:
             "random": words,
             "schedule": _plain(learner.schedule.state_dict()),
             "guard": vars(learner.count),
+            "critic": about,
         }
         with self.ranks.together():
             if self.ranks.first:
@@ -392,7 +396,7 @@ def _learner(
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = optimizer_of(train.optimizer, trained, vars(train))
     epochs = train.data_epochs if train.mode == "iterated" else 1
-    total = steps * train.passes * train.minibatches * epochs
+    total = (steps - config.critic.warmup) * train.passes * train.minibatches * epochs
     learner = Learner(
         loaded,
         estimator,
@@ -409,8 +413,28 @@ def _learner(
             keep_head=bool(config.recipe.shadow),
         ),
         ranks=ranks,
+        critic=_critic(config, loaded, policy, ranks),
     )
     return learner, schedule
+
+
+def _critic(config: Config, loaded: Loaded, policy: Any, ranks: Ranks) -> Critic | None:
+    if not config.critic.kind:
+        return None
+    told = vars(config.train)
+    with ranks.together():
+        found = critic.build(
+            config,
+            loaded,
+            policy,
+            gamma=recipe.gamma(config),
+            optimizer=lambda trained, rate: optimizer_of(
+                config.train.optimizer, trained, {**told, "learning_rate": rate}
+            ),
+            ranks=ranks,
+        )
+    ranks.begin(found.module)
+    return found
 
 
 def _restore(path: Path, loaded: Loaded, learner: Learner, schedule: reference.Schedule) -> int:
@@ -436,6 +460,9 @@ def _restore(path: Path, loaded: Loaded, learner: Learner, schedule: reference.S
     unpack_optimizer(learner.optimizer, optimizer, state["optimizer"])
     whole = {**learner.schedule.state_dict(), **state["schedule"]}
     learner.schedule.load_state_dict(whole)
+    if learner.critic is not None:
+        named = {name: tensors(name, lambda _: None) for name in critic.GROUPS}
+        learner.critic.unpack(named, state.get("critic"))
     learner.updates, learner.count = state["updates"], Count(**state["guard"])
     unpack_random(tensors("random", lambda name: None), state["random"])
     return int(state["step"])
@@ -495,6 +522,7 @@ def _again(config: Config, loaded: Loaded) -> Sampler:
 def _shadows(config: Config) -> dict[str, Estimator]:
     asked = {name: recipe.ready(name, {}, config) for name in config.recipe.shadow}
     fields = ["versions", "current_version", "truncated", "elapsed"]
+    fields += ["values"] if config.critic.kind else []
     if config.sampling.head:
         fields += ["head_ids", "head_behavior_logp", "head_logp"]
     return shadow.carried(asked, fields=fields, length=float(config.sampling.max_tokens))

@@ -3,6 +3,7 @@
 for each step:
     rollouts    drawn or read, judged; groups that admission drops whole are drawn anew, if asked
     prepare     what the recipe needs of other policies, once
+    appraise    what it needs of a critic, which then learns; while it warms up, it alone
     updates     passes x minibatches, each whole groups; the gradient of exactly the estimator
     publish     the new weights to the sampler, and check that it has them
     record      store, metrics, samples; evaluate and save where they are due
@@ -17,6 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
+
+from windage.estimators.errors import BadInput
 from windage.estimators.estimator import batch_terms
 from windage.llm import checkpoint, guard, journal, metrics, reference, rollouts
 from windage.llm.draw import Drawn
@@ -86,9 +90,8 @@ def train(
             drawn = _rollouts(run, step)
             waited = time.perf_counter() - clock
             learner.prepare(drawn.rows)
-            outcomes = [
-                _update(run, drawn, numbers, ends) for numbers, ends in plan(run, drawn.rows, step)
-            ]
+            judged = learner.appraise(drawn.rows, step)
+            outcomes = list(_outcomes(run, drawn, step))
             _mark(drawn.rows, outcomes)
             trained = time.perf_counter() - clock - waited
             run.publish()
@@ -96,7 +99,7 @@ def train(
                 if files is not None:
                     whole = time.perf_counter() - clock
                     seconds = {"time__sample": waited, "time__train": trained, "time__step": whole}
-                    record = _measured(run, done, drawn, outcomes, **seconds)
+                    record = _measured(run, done, drawn, outcomes, **seconds, **judged)
                     _record(run, files, drawn, outcomes, record)
                     tell(record)
             for _, outcome in outcomes:
@@ -174,6 +177,7 @@ def dropped_groups(run: Run, rows: Sequence[Row]) -> set[str]:
     batch = rollouts.to_batch(
         open_, group_size=run.config.train.group_size, current_version=run.learner.updates
     )
+    batch = replace(batch, values=torch.zeros_like(batch.mask, dtype=batch.rewards.dtype))
     kept = (batch_terms(run.learner.estimator, batch).reason == 0).any(-1).tolist()
     names = batch.group_ids or ()
     return {str(name) for name, some in zip(names, kept, strict=True) if not some}
@@ -212,6 +216,17 @@ def plan(run: Run, rows: Sequence[Row], step: int) -> Iterator[tuple[list[int], 
         for part in range(parts):
             chosen = names[part::parts]
             yield [n for name in chosen for n in groups[name]], part == parts - 1
+
+
+def _outcomes(run: Run, drawn: Step, step: int) -> Iterator[tuple[list[int], Outcome]]:
+    """The updates of a step; none is made while a critic warms up."""
+    critic = run.learner.critic
+    if critic is None or critic.ready(step):
+        for numbers, ends in plan(run, drawn.rows, step):
+            yield _update(run, drawn, numbers, ends)
+        return
+    known = [replace(fault, response=n) for n, fault in drawn.faults.items()]
+    yield list(range(len(drawn.rows))), run.learner.watch(drawn.rows, known)
 
 
 def _update(run: Run, drawn: Step, numbers: list[int], ends: bool) -> tuple[list[int], Outcome]:
