@@ -71,7 +71,7 @@ def interruptible(line: str) -> Iterator[Callable[[], bool]]:
     Gives a function that says whether it was asked for.
 
     Args:
-        line: said on standard error when it is.
+        line: said on standard error when it is; empty: nothing is.
     """
     asked = False
 
@@ -80,7 +80,7 @@ def interruptible(line: str) -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        os.write(2, f"{line}\n".encode())  # a stream may be in the middle of a line
+        os.write(2, f"{line}\n".encode() if line else b"")  # a stream may be inside a line
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -10,7 +10,7 @@ from windage.estimators.errors import BadInput
 from windage.llm import config as configs
 from windage.llm.config import Config, SamplingSection
 
-# What nobody said; likeliest tokens recorded where a recipe centers scores and nobody said how many.
+# A number that nobody said, and the likeliest tokens recorded for a recipe that centers, if so.
 UNSAID, HEAD = -1, 64
 
 
