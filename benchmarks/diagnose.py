@@ -2,10 +2,10 @@
 
     python benchmarks/diagnose.py [DUMPS]
 
-Draws so many dumps (default 40) of every planted case, each with seeds of its own, and writes
-benchmarks/results/diagnose.json and analysis/diagnose/rates.json, which reports quote.  A case
-counts as found where its own sign is raised; a false alarm is any sign in an honest dump.  Last it
-times a dump of a million tokens, from file to document.
+Draws so many dumps (default 40) of every planted case, of different size, pace and error, and
+writes benchmarks/results/diagnose.json and analysis/diagnose/rates.json, which reports quote.  A
+case counts as found where its own sign is raised; a false alarm is any sign in an honest dump.
+Last it times a dump of a million tokens, from file to document.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,16 @@ print(json.dumps({
 
 def tried(name: str, count: int) -> dict[str, Any]:
     """What was raised on the dumps of a case."""
-    sign, _ = CASES[name]
+    sign, run = CASES[name]
+    plain = asdict(Run())
+    planted = {key: value for key, value in asdict(run).items() if value != plain[key]}
     raised: dict[str, int] = {}
     for seed in range(count):
         evidence, settings = collect_evidence(dump(name, 1000 + seed))
         for each in faults.judge(evidence, settings):
             if each.raised:
                 raised[each.name] = raised.get(each.name, 0) + 1
-    return {"case": name, "planted": sign, "dumps": count, "raised": raised}
+    return {"case": name, "planted": sign, "run": planted, "dumps": count, "raised": raised}
 
 
 def rates(cases: list[dict[str, Any]]) -> dict[str, Any]:

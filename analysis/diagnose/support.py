@@ -11,6 +11,8 @@ Power, the mean square of the update, is its variance as long as the mean is sma
 single responses; each token has its own context, so responses add up without cross terms.  The
 distance bounds what the mean can differ by (Jensen) and is a proxy for it: it is 0 for the
 reference, and for the others grows with the chi-square divergence that they leave uncorrected.
+Where tokens share parameters, only the order is meant; benchmarks/support.py measures how well both
+proxies order the entries on problems whose bias and variance are exact.
 The reference is the ratio of whole responses where its tail can bear it, else of tokens, which
 leaves out how prefixes were reached.
 """
@@ -220,25 +222,31 @@ def support(sample: Sample, names: Iterable[str] = tuple(CATALOGUE)) -> Support 
     return _measured([part for part in parts if part], wanted, recorded)
 
 
-@torch.no_grad()
-def _measured(
-    parts: Sequence[Sequence[Sequence[Row]]], names: Iterable[str], recorded: bool
-) -> Support:
-    batches = [batch_of(part, recorded) for part in parts]
+def _wanted(
+    batches: Sequence[Batch], names: Iterable[str], recorded: bool
+) -> tuple[dict[str, Estimator], dict[str, str]]:
+    """Entries that the dump serves, and why not the others."""
     longest = max(batch.mask.shape[-1] for batch in batches)
-    excluded: dict[str, str] = {}
-    wanted: dict[str, Estimator] = {}
+    wanted, excluded = {}, {}
     for name, entry in entries(names, longest, recorded).items():
         why = next((w for b in batches if (w := refusal(entry, b, recorded))), None)
         if why is None:
             wanted[name] = entry
         else:
             excluded[name] = why
+    return wanted, excluded
+
+
+@torch.no_grad()
+def _measured(
+    parts: Sequence[Sequence[Sequence[Row]]], names: Iterable[str], recorded: bool
+) -> Support:
+    batches = [batch_of(part, recorded) for part in parts]
+    wanted, excluded = _wanted(batches, names, recorded)
     runs = {name: _Run() for name in wanted}
-    grams: list[tuple[dict[str, Tensor], Tensor]] = []
-    for batch, part in zip(batches, parts, strict=True):
-        norms = norms_of(batch)
-        own = {}
+    owns: list[dict[str, Tensor]] = []
+    for number, (batch, part) in enumerate(zip(batches, parts, strict=True)):
+        owns.append({})
         ids = _ids(batch, part)
         told = ids is not None and batch.probability_square is not None
         at = space(batch, ids) if told else None
@@ -249,29 +257,27 @@ def _measured(
                 excluded[name] = " ".join(str(problem).split())
                 del wanted[name], runs[name]
                 continue
-            own[name] = made.own[batch.mask].double()
-            runs[name].add(entry, batch, made, at, len(grams))
-        grams.append((own, norms))
-    names = tuple(wanted)
-    table = np.stack(
-        [gram(torch.stack([own[n] for n in names]), norms).numpy() for own, norms in grams]
-    )
-    found = {name: runs[name].found() for name in names}
-    rows = [row for part in parts for group in part for row in group]
+            owns[-1][name] = made.own[batch.mask].double()
+            runs[name].add(entry, batch, made, at, number)
+    table = [
+        gram(torch.stack([own[name] for name in wanted]), norms_of(batch)).numpy()
+        for own, batch in zip(owns, batches, strict=True)
+    ]
+    found = {name: runs[name].found() for name in wanted}
     whole = found.get(WHOLE)
     steady = whole is not None and (whole.tail is None or whole.tail < whole.limit)
     return Support(
-        names=names,
-        gram=table,
+        names=tuple(wanted),
+        gram=np.stack(table),
         found=found,
         excluded=excluded,
         reference=WHOLE if steady else TOKEN,
         advantages="as recorded" if recorded else "of each entry",
         exact_norms=all(batch.probability_square is not None for batch in batches),
-        responses=len(rows),
+        responses=sum(len(group) for part in parts for group in part),
         tokens=int(sum(batch.mask.sum() for batch in batches)),
         groups=sum(len(part) for part in parts),
-        row_of={name: number for number, name in enumerate(names)},
+        row_of={name: number for number, name in enumerate(wanted)},
     )
 
 
