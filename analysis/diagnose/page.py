@@ -103,12 +103,17 @@ ASIDE = (
 
 def verdict(document: Document) -> str:
     """What is wrong, in a sentence."""
-    raised = [TITLES[sign["name"]] for sign in document["signs"] if sign["state"] == "raised"]
-    if raised:
-        return f"Raised: {', '.join(raised)}."
+    found = [TITLES[sign["name"]] for sign in document["signs"] if sign["state"] == "raised"]
+    if found:
+        return f"Raised: {', '.join(found)}."
     unknown = [TITLES[s["name"]] for s in document["signs"] if s["state"] == "cannot tell"]
     clear = "No sign of a fault."
     return f"{clear} Not told by this dump: {', '.join(unknown)}." if unknown else clear
+
+
+def raised(document: Document) -> list[str]:
+    """A sentence for each sign that is raised."""
+    return [sign["says"] for sign in document["signs"] if sign["state"] == "raised"]
 
 
 def counts(document: Document) -> str:
@@ -213,7 +218,8 @@ def basis(document: Document) -> list[str]:
 
 def sections(document: Document) -> Iterator[Section]:
     """What the page shows, in order."""
-    yield Section(title="Signs of faults", prose=(verdict(document),), table=signs(document))
+    said = [verdict(document), *raised(document)]
+    yield Section(title="Signs of faults", prose=said, table=signs(document))
     drawn = figures.mismatch(document)
     if drawn is not None:
         yield Section(title="Where sampler and trainer differ", figure=drawn)
@@ -249,10 +255,9 @@ def page(document: Document) -> Page:
 
 def summary(document: Document) -> Rendered:
     """The main figures, what is wrong, and which estimator is supported."""
-    raised = [sign["says"] for sign in document["signs"] if sign["state"] == "raised"]
     lines = [
         counts(document),
-        "\n".join([verdict(document), *raised]),
+        "\n".join([verdict(document), *raised(document)]),
         "\n".join([document["support"]["verdict"], *basis(document)[:1]]),
     ]
     if document["other"] is not None:
