@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from windage.estimators.errors import BadInput
 from windage.llm import config as configs
@@ -18,13 +18,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     """A file and a flag for every key."""
     parser.set_defaults(seed=UNSAID)
     parser.add_argument("file", nargs="?", type=Path, metavar="CONFIG.toml", help="of the run")
-    group = None
-    for name, _, default in configs.entries():
-        section = name.partition(".")[0]
-        if group is None or group.title != f"[{section}]":
-            group = parser.add_argument_group(f"[{section}]")
-        shown = "none" if default in ("", (), {}) else default
-        group.add_argument(f"--{name}", metavar="VALUE", help=f"default: {shown}")
+    parser.usage = f"{parser.prog} [CONFIG.toml] [--SECTION.KEY VALUE ...] [FLAG ...]"
+    meanings, groups = configs.meanings(), dict[str, Any]()
+    for section, kind in configs.SECTIONS.items():
+        about = (kind.__doc__ or "").partition("\n")[0]
+        groups[section] = parser.add_argument_group(f"[{section}]", about)
+    for name, kind, default in configs.entries():
+        words = f"{meanings[name].rstrip('.')} (default: {_shown(default)})".replace("%", "%%")
+        groups[name.partition(".")[0]].add_argument(f"--{name}", metavar=_form(kind), help=words)
+
+
+def _shown(value: Any) -> str:
+    """A default as a flag would say it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "none" if value in ("", (), {}) else str(value)
+
+
+def _form(kind: Any) -> str:
+    """What a flag's value looks like."""
+    if get_origin(kind) is Literal:
+        return "|".join(word for word in get_args(kind) if word)
+    forms = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
+    return forms.get(kind) or ("KEY=VALUE,..." if get_origin(kind) is dict else "NAME,...")
 
 
 def resolve(arguments: argparse.Namespace) -> Config:

@@ -3,23 +3,15 @@
     [model] [task] [recipe] [sampling] [train] [critic] [reference] [evaluate] [run]
 
 The same keys are flags, `--train.steps 20`.  A key that nothing knows is refused with the nearest
-one that there is.  Words that the field confuses:
-
-    prompts, group_size   a rollout batch is `prompts` groups of `group_size` responses; one step of
-                          the run draws (or reads) one and trains on it
-    minibatches           optimizer updates that one pass over a rollout batch is divided into, by
-                          whole groups (verl: ppo_mini_batch_size = prompts / minibatches)
-    passes                how often a rollout batch is gone through (mu of GRPO; ppo_epochs in verl,
-                          num_iterations in TRL); the second time its data are off-policy
-    data_epochs           how often a recorded store is gone through (`offline`), or one round's
-                          data (`iterated`); between epochs the order is drawn anew
-    micro_batch           responses in one forward pass; moves no number but by rounding
-    reference.refresh     when the reference of a penalty becomes the policy, see `reference`
+one that there is.  What each means stands at its section, which `--help` shows; those that the
+field confuses (steps, passes, minibatches, epochs, micro-batches) at `TrainSection`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -39,13 +31,13 @@ class ModelSection:
     """The policy: where it comes from and how it is held.
 
     Args:
-        path: folder, or name on the hub.
-        dtype: float32 or bfloat16, of the weights.
-        autocast: of matrix products while training: bfloat16, or empty for that of the weights.
+        path: folder of the model, or its name on the hub.
+        dtype: number format of the weights.
+        autocast: number format of matrix products in training; empty: that of the weights.
         device: auto, cpu, cuda, ...
-        lora_rank: of adapters to train instead of the weights; 0: the weights.
+        lora_rank: rank of adapters, which then train in place of the weights; 0: none.
         lora_alpha: adapters are scaled by lora_alpha / lora_rank.
-        lora_targets: layers that get adapters; empty: all linear ones.
+        lora_targets: layers that get adapters; none: all linear ones.
         gradient_checkpointing: compute activations twice rather than keep them.
     """
 
@@ -65,9 +57,10 @@ class TaskSection:
     """Where questions come from and what answers earn.
 
     Args:
-        name: of a task.
-        settings: the task's own.
-        low, high: reward of an answer that is not right, and of one that is.
+        name: task that asks and judges: arithmetic, gsm8k, math, jsonl, reasoning_gym, verifier.
+        settings: the task's own, such as digits=2,operators=+-.
+        low: reward of an answer that is not right.
+        high: reward of a right answer.
         format: reward of a right answer with words after it.
     """
 
@@ -84,9 +77,9 @@ class RecipeSection:
     """The estimator.
 
     Args:
-        name: of a catalogue entry.
-        settings: replaced in it, such as cap or k.
-        shadow: entries logged beside it on the same forward pass.
+        name: catalogue entry that the policy is trained by; `windage study` compares them.
+        settings: replaced in the entry, such as cap=5,k=32.
+        shadow: entries logged beside it, on the same forward pass.
     """
 
     name: str = "starting_point"
@@ -100,16 +93,18 @@ class SamplingSection:
     """How responses are drawn.
 
     Args:
-        engine: transformers, or vllm.
-        dtype: of the sampler's own weights; empty: as the policy's.
-        max_tokens: of a response.
+        engine: what draws responses.
+        dtype: number format of the sampler's own weights; empty: as the policy's.
+        max_tokens: most tokens of a response; one that reaches them is cut.
         temperature: divides the logits; the trainer's log-probabilities take it too.
-        top_k, top_p: tokens that stay; 0 and 1: all.
+        top_k: likeliest tokens that stay; 0: all.
+        top_p: probability of the likeliest tokens that stay; 1: all.
         head: likeliest tokens recorded at each position, for score centering; where the command
             line was not told: 64 if the recipe or a shadow of it centers.
         batch: responses drawn at a time.
         keep_cache: in-flight updates leave keys and values of the old weights in place.
-        tolerance: of the check after each sync, in nats; 0: by the number formats.
+        tolerance: largest difference of log-probabilities after a sync, in nats; 0: by the number
+            formats.
     """
 
     engine: Literal["transformers", "vllm"] = "transformers"
@@ -130,20 +125,35 @@ class TrainSection:
     """The loop.
 
     Args:
-        mode: synchronous, one step off, asynchronous, offline or iterated.
-        steps: of the run; 0, offline: what `data_epochs` gives.
-        prompts, group_size: of a rollout batch.
-        passes, minibatches, data_epochs, micro_batch: see the head of this file.
+        mode: synchronous: each batch is drawn with the newest weights; one step off: while the
+            batch before is trained on; asynchronous: without a pause, up to `max_lag` steps ahead;
+            offline: read from `store`; iterated: as synchronous, for several epochs a round.
+        steps: of the run; each draws (or reads) one rollout batch and trains on it; 0, offline:
+            what `data_epochs` gives.
+        prompts: groups of a rollout batch, one prompt each.
+        group_size: responses to each prompt.
+        passes: times a rollout batch is gone through (mu of GRPO; ppo_epochs in verl,
+            num_iterations in TRL); the second time its data are off-policy.
+        minibatches: optimizer updates that a pass is divided into, by whole groups (verl:
+            ppo_mini_batch_size = prompts / minibatches).
+        data_epochs: times the store (offline) or a round's data (iterated) are gone through, in a
+            new order each time.
+        micro_batch: responses in one forward pass; moves no number but by rounding.
         max_lag: steps that an asynchronous sampler may be ahead.
-        store: folder of rollouts that `offline` trains on.
-        positive_share: curating, in `offline` and `iterated`: responses are left out at random
-            until this share has a reward above the recipe's baseline; 0: none is left out.
+        store: folder of rollouts that offline trains on.
+        positive_share: curating, offline and iterated: responses are left out at random until this
+            share has a positive reward; 0: none is left out.
         refill: rounds of further prompts in place of groups that admission drops whole.
-        optimizer: adamw or adafactor.
-        learning_rate, weight_decay, beta1, beta2: of it.
-        schedule: constant, linear or cosine, after `warmup` updates.
-        max_grad_norm: gradients beyond are scaled down to it.
-        on_nonfinite: skip the update, set the samples aside, or stop.
+        optimizer: of the policy.
+        learning_rate: of the optimizer, after warm-up.
+        weight_decay: of the optimizer.
+        beta1: of adamw, the mean gradient's memory.
+        beta2: of adamw, the mean square's memory.
+        schedule: of the learning rate, after warm-up.
+        warmup: updates over which the learning rate rises from 0.
+        max_grad_norm: gradients beyond are scaled down to it; 0: none is.
+        on_nonfinite: at a number that is not finite: skip the update, set the samples aside, or
+            stop.
         nonfinite_in_a_row: updates with such a fault, one after the other, that end the run.
     """
 
@@ -185,7 +195,8 @@ class CriticSection:
         learning_rate: of it, by the optimizer that `train` names; 0: 1e-3 of a head, 1e-5 of a
             model.
         lam_value: lambda of what it is fitted to (the recipe's lam is the policy's).
-        passes, minibatches: as of `train`, over each rollout batch.
+        passes: times a rollout batch is gone through for it.
+        minibatches: its updates in a pass.
         warmup: steps in which the critic alone learns, from whole returns (lambda 1).
         complete: a response cut at a limit earns the value after its last token.
         clip_value: farther from its old value than this a value earns no credit (verl:
@@ -210,9 +221,10 @@ class ReferenceSection:
     """The reference of a penalty.
 
     Args:
-        refresh: never, steps, epoch, or ema.
-        every: steps between two refreshes.
-        alpha: share of the policy mixed into the reference at a refresh by `ema`.
+        refresh: when the reference becomes the policy: never; every so many steps; after each epoch
+            (pass); ema: by a share.
+        every: updates between two refreshes.
+        alpha: share of the policy mixed into the reference at a refresh by ema.
     """
 
     refresh: Literal["never", "steps", "epoch", "ema"] = "never"
@@ -226,8 +238,9 @@ class EvaluateSection:
     """Held-out questions, asked before, between and after.
 
     Args:
-        every: steps; 0: never.
-        questions, samples: held-out questions and responses to each.
+        every: steps between two evaluations; 0: never.
+        questions: held-out questions.
+        samples: responses to each.
         temperature: of these responses.
     """
 
@@ -243,12 +256,12 @@ class RunSection:
     """The run's folder and what is kept there.
 
     Args:
-        folder: made anew; a run that is there goes on by `--resume`.
+        folder: made anew; a run that is there goes on by --resume.
         seed: of everything drawn.
         save_every: steps between checkpoints; 0: at the end alone.
-        keep: checkpoints that stay.
+        keep: newest checkpoints that stay.
         samples: responses written out for a person at each step.
-        trackers: tensorboard, wandb, trackio.
+        trackers: further places for the metrics: tensorboard, wandb, trackio.
         card: audit the recipe on toys first, and keep its card.
     """
 
@@ -330,6 +343,22 @@ def entries() -> Iterator[tuple[str, Any, Any]]:
         hints, plain = get_type_hints(kind), kind()
         for one in fields(kind):
             yield f"{section}.{one.name}", hints[one.name], getattr(plain, one.name)
+
+
+def meanings() -> dict[str, str]:
+    """What each key means, as its section's docstring says it.
+
+    Example:
+        >>> meanings()["run.keep"]
+        'newest checkpoints that stay.'
+    """
+    found: dict[str, str] = {}
+    for section, kind in SECTIONS.items():
+        told = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+        for names, words in re.findall(r"^    (\w[\w, ]*): (.*(?:\n     .*)*)", told, re.MULTILINE):
+            plain = " ".join(words.replace("`", "").split())
+            found |= {f"{section}.{name}": plain for name in names.split(", ")}
+    return found
 
 
 def read(path: Path, base: Config | None = None) -> Config:
