@@ -21,7 +21,6 @@ from typing import Any, final
 import torch
 
 from windage.estimators.errors import BadInput
-from windage.estimators.errors import BadInput
 from windage.estimators.estimator import batch_terms
 from windage.llm import checkpoint, guard, journal, metrics, reference, rollouts
 from windage.llm.draw import Drawn
