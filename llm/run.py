@@ -48,7 +48,7 @@ from windage.llm.samplers.protocol import Sampler, Sampling
 from windage.llm.tasks.index import get as task_of
 from windage.llm.verify import Scale
 
-PROBES = 4
+PROBES = 8
 Sequences = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -98,15 +98,15 @@ class Run:
     def news(self) -> sources.News | None:
         """The weights as they are, for a sampler; None where this process has none.
 
-        Processes that each hold a share put the weights together, so all must ask.
+        All processes ask: those that each hold a share of the weights put them together.
         """
         ranks, known = self.ranks, self.loaded
-        if self.desk is None and not ranks.averaged:
-            return None
         sequences: Sequences = []
         with ranks.together():
             if self.desk is not None:
                 sequences = _probes(self.config, known, self.desk)
+        if self.desk is None and not ranks.averaged:
+            return None
         sequences = ranks.same(sequences) if ranks.averaged else sequences
         expected, tolerance = score(known, sequences), _tolerance(self.config)
         weights: Any = models.weights(known.policy)
