@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.store is None:
         raise BadInput("--store is missing; allowed: a folder for the rollout store")
     if config.train.mode == "offline":
-        config = build({"train": {"mode": "synchronous"}}, config)
+        config = build({"train": {"mode": "synchronous", "positive_share": 0.0}}, config)
     config = run_flags.check(config)
     with progress("batches") as advance:
         rows = _drawn(config, arguments.store, advance)

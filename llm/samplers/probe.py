@@ -55,7 +55,7 @@ class Tolerance:
 # 0.5 in bfloat16, where the limit of one token is wide because an unlikely one may be farther off.
 TOLERANCES = {
     "float32": Tolerance(mean=1e-3, largest=1e-3),
-    "bfloat16": Tolerance(mean=0.1, largest=5.0),
+    "bfloat16": Tolerance(mean=0.2, largest=5.0),
 }
 # How the mean gap may grow when all weights are changed: there 0.040 became 0.055 after a sync that
 # took, and 0.66 after one that left the output layer behind.
