@@ -200,7 +200,7 @@ def made(arguments: argparse.Namespace) -> Task:
 
 def ask(place: Path, name: str, arguments: argparse.Namespace, task: Task) -> Side:
     """Put the questions to one model."""
-    from windage.llm import evaluate, rollouts
+    from windage.llm import evaluate, folder, rollouts
     from windage.llm.tasks import index
 
     desk = seated(place, arguments, task)
@@ -210,9 +210,9 @@ def ask(place: Path, name: str, arguments: argparse.Namespace, task: Task) -> Si
         if piece == 0:
             shown.extend(evaluate.examples(drawn, arguments.samples))
         if arguments.out is not None:
-            folder = arguments.out / RESPONSES / name.strip("/").replace("/", "_")
+            store = arguments.out / RESPONSES / name.strip("/").replace("/", "_")
             rows = [one.row for one in drawn]
-            rollouts.write(folder, piece, rows, tokenizer=desk.loaded.fingerprint)
+            rollouts.write(store, piece, rows, tokenizer=desk.loaded.fingerprint)
 
     told = {"sampler": arguments.sampler, "dtype": arguments.dtype, **asdict(desk.sampling)}
     del told["head"], told["stop_ids"]  # none was asked for
@@ -240,7 +240,19 @@ def ask(place: Path, name: str, arguments: argparse.Namespace, task: Task) -> Si
         seconds=time.perf_counter() - start,
         tallies=tallies,
         examples=tuple(shown),
+        versions=folder.versions(),
+        inputs=_inputs(place, arguments.task),
     )
+
+
+def _inputs(place: Path, task: str) -> dict[str, str]:
+    """Hashes of the files of a model and of a task."""
+    from windage.llm import folder
+    from windage.llm.config import Config, ModelSection, TaskSection
+    from windage.llm.tasks import index
+
+    section = TaskSection(settings=dict(index.parse(task)[1]))
+    return folder.inputs(Config(model=ModelSection(path=str(place)), task=section))
 
 
 def seated(place: Path, arguments: argparse.Namespace, task: Task) -> Desk:

@@ -10,7 +10,7 @@ from typing import Any
 from windage.cli import run_flags
 from windage.cli.output import deliver, progress
 from windage.estimators.errors import BadInput
-from windage.llm.config import Config, build
+from windage.llm.config import Config, build, plain
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = run_flags.check(config)
     with progress("batches") as advance:
         rows = _drawn(config, arguments.store, advance)
-    deliver({"schema": "windage/sample/1", "store": str(arguments.store), "rows": rows}, arguments)
+    from windage.llm import folder
+
+    about = {"versions": folder.versions(), "inputs": folder.inputs(config)}
+    found = {"schema": "windage/sample/1", "store": str(arguments.store), "config": plain(config)}
+    deliver({**found, **about, "rows": rows}, arguments)
     return 0
 
 
@@ -44,14 +48,16 @@ def _drawn(config: Config, store: Path, advance: Any) -> list[dict[str, Any]]:
     there = rollouts.steps(store) if store.exists() else []
     first = max(there, default=0)
     told = []
-    for done in range(train.steps):
-        started = time.perf_counter()
-        drawn = [one.row for one in order.ask(desk, first + done)]
-        rollouts.write(store, first + done + 1, drawn, tokenizer=loaded.fingerprint)
-        told.append(_summary(first + done + 1, drawn, time.perf_counter() - started))
-        advance(done + 1, train.steps)
-    desk.task.close()
-    desk.sampler.close()
+    try:
+        for done in range(train.steps):
+            started = time.perf_counter()
+            drawn = [one.row for one in order.ask(desk, first + done)]
+            rollouts.write(store, first + done + 1, drawn, tokenizer=loaded.fingerprint)
+            told.append(_summary(first + done + 1, drawn, time.perf_counter() - started))
+            advance(done + 1, train.steps)
+    finally:
+        desk.task.close()
+        desk.sampler.close()
     return told
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -120,6 +120,8 @@ class Side:
         seconds: it took.
         tallies: by question.
         examples: the first response to some questions.
+        versions: of packages.
+        inputs: SHA-256 of the files that were read.
     """
 
     model: str
@@ -131,6 +133,8 @@ class Side:
     seconds: float
     tallies: tuple[Tally, ...]
     examples: tuple[Example, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -392,6 +396,7 @@ def _side(model: Mapping[str, Any], told: Mapping[str, Any]) -> Side:
         if not all(isinstance(value, str) for value in example.values()):
             raise BadInput("an example holds something else than text")
     examples = tuple(Example(**example) for example in shown)
+    model = {"versions": {}, "inputs": {}, **model}
     return Side(**_kept(Side, model, *PARTS), tallies=tallies, examples=examples)
 
 

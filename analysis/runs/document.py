@@ -1,7 +1,7 @@
 """The document of one run or of several side by side.
 
-runs         name, folder, configuration, versions, card, samples, hashes of the files, notes,
-             what its figures say in sentences
+runs         name, folder, configuration, versions, hashes of its inputs, card, samples, hashes of
+             the files, notes, what its figures say in sentences
 rows         a run's step each: `run`, `step`, and every figure of `docs/metrics.md` it has
 evaluations  a run's evaluation each
 """
@@ -46,6 +46,7 @@ def _told(found: Run) -> Mapping[str, Any]:
         "reading": sentences(found),
         "config": found.config,
         "versions": found.versions,
+        "inputs": found.inputs,
         "card": found.card,
         "samples": found.samples,
         "hashes": found.hashes,

@@ -33,6 +33,7 @@ class Run:
         folder: where it was read.
         config: resolved; empty where it is missing.
         versions: of packages.
+        inputs: SHA-256 of the files that the run read.
         card: of the recipe, from before the run; None: there is none.
         steps: a record a step, in order, of numbers alone.
         evaluations: likewise, of held-out questions.
@@ -45,6 +46,7 @@ class Run:
     folder: Path
     config: dict[str, Any]
     versions: dict[str, Any]
+    inputs: dict[str, Any]
     card: dict[str, Any] | None
     steps: list[dict[str, float]]
     evaluations: list[dict[str, float]]
@@ -193,6 +195,7 @@ def read(folder: Path, name: str) -> Run:
         folder=folder,
         config=config,
         versions=json_of("versions.json") or {},
+        inputs=json_of("inputs.json") or {},
         card=json_of("card.json"),
         steps=_numbers(records("metrics.jsonl")),
         evaluations=_numbers(records("evaluate.jsonl")),
