@@ -130,7 +130,11 @@ def shares(
 
 
 def every_order(
-    policies: Float[Tensor, "L *batch T"], mask: Bool[Tensor, "*batch T"], measure: Measure
+    policies: Float[Tensor, "L *batch T"],
+    mask: Bool[Tensor, "*batch T"],
+    measure: Measure,
+    *,
+    since: Float[Tensor, "*batch T"] | None = None,
 ) -> Float[Tensor, " C *batch"]:
     """Each cause's part, a response each, averaged over all orders of the causes (Shapley's value).
 
@@ -145,6 +149,8 @@ def every_order(
             policy number b where b's bit i is set; 0 is the sampler, 2^n - 1 the policy.
         mask: tokens that the policy chose.
         measure: one of `MEASURES`.
+        since: log-probabilities under mu where other causes are undone before these, in any order
+            of these; None: policy 0 is mu.
 
     Raises:
         ValueError: a number of policies that is no power of two, or a log-probability of a
@@ -155,7 +161,7 @@ def every_order(
         >>> every_order(policies, torch.tensor([[True]]), k1).tolist()
         [[-0.625], [0.125]]
     """
-    values = _measured(policies, mask, measure)
+    values = _measured(policies, mask, measure, since)
     causes = _causes(len(values))
     found = []
     for cause in range(causes):
@@ -169,12 +175,16 @@ def every_order(
 
 
 def extremes(
-    policies: Float[Tensor, "L *batch T"], mask: Bool[Tensor, "*batch T"], measure: Measure
+    policies: Float[Tensor, "L *batch T"],
+    mask: Bool[Tensor, "*batch T"],
+    measure: Measure,
+    *,
+    since: Float[Tensor, "*batch T"] | None = None,
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, " C"]]:
     """The least and the largest mean part of each cause among all orders.
 
     Args:
-        policies: as of `every_order`.
+        policies, since: as of `every_order`.
         mask: tokens that the policy chose.
         measure: one of `MEASURES`.
 
@@ -184,7 +194,7 @@ def extremes(
         >>> low.tolist(), high.tolist()
         ([-1.0, -0.25], [-0.25, 0.5])
     """
-    values = _measured(policies, mask, measure).flatten(1).mean(1)
+    values = _measured(policies, mask, measure, since).flatten(1).mean(1)
     causes = _causes(len(values))
     parts = []
     for order in permutations(range(causes)):
@@ -233,10 +243,13 @@ def _causes(policies: int) -> int:
     return causes
 
 
-def _measured(policies: Tensor, mask: Tensor, measure: Measure) -> Tensor:
-    """The measure of each policy's log-ratio to the first."""
+def _measured(
+    policies: Tensor, mask: Tensor, measure: Measure, since: Tensor | None = None
+) -> Tensor:
+    """The measure of each policy's log-ratio to the sampler, who is the first unless told apart."""
     safe = torch.where(mask, promote(policies), 0.0)
     if not safe.isfinite().all():
         number = int((~safe.isfinite()).flatten(1).any(1).nonzero()[0])
         raise ValueError(f"policy {number} gives a sampled token no finite log-probability")
-    return measure(safe - safe[0], mask)
+    start = safe[0] if since is None else torch.where(mask, promote(since), 0.0)
+    return measure(safe - start, mask)

@@ -110,6 +110,25 @@ def test_every_order_is_the_mean_of_all_chains_and_lies_between_them(measure: st
         assert_apart(low, high)
 
 
+@pytest.mark.parametrize("measure", MEASURES)
+def test_causes_undone_before_all_orders_are_the_first_links_of_every_chain(measure: str) -> None:
+    problem, tables = subsets()
+    lines, mask, _ = on_responses(problem, tables)
+    inner = lines[1::2]  # cause 0 has been undone
+    found = every_order(inner, mask, MEASURES[measure], since=lines[0])
+    chains = []
+    for order in ((1, 2), (2, 1)):
+        held = [0, 1, 1 + (1 << order[0]), 7]
+        chains.append(shares(lines[held], mask, MEASURES[measure])[[0, *order]])
+    assert_close(found, torch.stack(chains).mean(0)[1:])
+    means = torch.stack(chains).mean(2)[:, 1:]
+    low, high = extremes(inner, mask, MEASURES[measure], since=lines[0])
+    assert_close(low, means.amin(0))
+    assert_close(high, means.amax(0))
+    if measure != "k1":
+        assert_apart(found, every_order(inner, mask, MEASURES[measure]))
+
+
 def test_a_change_of_one_cause_is_its_own_part_alone() -> None:
     problem, tables = subsets()
     lines, mask, _ = on_responses(problem, tables)
