@@ -41,11 +41,19 @@ def _drawn(config: Config, store: Path, advance: Any) -> list[dict[str, Any]]:
     from windage.llm import models, rollouts, sources
     from windage.llm.run import desk_of
 
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BadInput(
+            f"--store {str(store)!r}: {problem.strerror}; allowed: a folder that can be written to"
+        ) from None
     loaded = models.load(config.model.path, dtype=config.model.dtype, device=config.model.device)
+    there = rollouts.steps(store)
+    for _ in rollouts.read(store, tokenizer=loaded.fingerprint, only=there[-1:]):
+        break  # its last step is of this tokenizer
     desk = desk_of(config, loaded, config.model.path)
     train = config.train
     order = sources.Order(prompts=train.prompts, group_size=train.group_size, seed=config.run.seed)
-    there = rollouts.steps(store) if store.exists() else []
     first = max(there, default=0)
     told = []
     try:

@@ -315,12 +315,21 @@ def encode(loaded: Loaded, text: str) -> tuple[int, ...]:
     """Tokens of a question, with the chat template around it where the tokenizer has one.
 
     Raises:
-        BadInput: nothing is left of the text.
+        BadInput: nothing is left of the text, or the template cannot be used.
     """
     tokenizer = loaded.tokenizer
     if tokenizer.chat_template:
         message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(
+                message, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as problem:
+            why = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            raise BadInput(
+                f"model {loaded.path!r}: its chat template fails on a question: {why}; allowed: a "
+                "template that takes a message of a user, or none"
+            ) from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         ids = tokenizer(text)["input_ids"]
