@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windage.cli import specs
+from windage.cli import specs, study_model
 from windage.cli.output import one_thread, progress, show, write
 from windage.cli.specs import Number
 from windage.estimators.errors import BadInput, unknown
@@ -134,6 +134,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="most batches of a row that no engine computes; default: about ten seconds' worth",
     )
     _add_comparisons(parser)
+    study_model.add_flags(parser)
 
 
 def _add_comparisons(parser: argparse.ArgumentParser) -> None:
@@ -210,6 +211,9 @@ def _study(text: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check every flag and the file, compute, print."""
+    if arguments.model is not None:
+        return study_model.run(arguments)
+    study_model.refuse(arguments)
     request = check(arguments)
     one_thread()
     document = _built_in(arguments) if request is None else _grid(request, arguments.out)

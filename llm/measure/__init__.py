@@ -1,0 +1,1 @@
+"""Bias and variance of estimators, measured on a language model."""
