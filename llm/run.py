@@ -295,7 +295,7 @@ def start(
     with ranks.together():
         loaded = _load(config, config.model.path if config.model.lora_rank else path, ranks)
         if ranks.first and config.train.mode == "offline":
-            store = _store(config, loaded)
+            store = _store(config, loaded, head=estimator.centering is not None)
             steps = steps or store.per_epoch * config.train.data_epochs
         if _asks(config, ranks):
             desk = desk_of(config, loaded, path)
@@ -343,13 +343,14 @@ def _found(folder: Path, config: Config, resume: bool, ranks: Ranks) -> Path | N
     return found
 
 
-def _store(config: Config, loaded: Loaded) -> sources.Offline:
+def _store(config: Config, loaded: Loaded, *, head: bool) -> sources.Offline:
     """The recorded rollouts that are trained on."""
     return sources.Offline(
         Path(config.train.store),
         tokenizer=loaded.fingerprint,
         prompts=config.train.prompts,
         seed=config.run.seed,
+        head=head,
     )
 
 

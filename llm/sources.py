@@ -355,18 +355,32 @@ class Offline:
         tokenizer: fingerprint of the policy's.
         prompts: groups a step.
         seed: of the order.
+        head: whether likeliest tokens must be there.
 
     Raises:
         BadInput: the store cannot be read, or holds nothing to train on.
     """
 
-    def __init__(self, folder: Path, *, tokenizer: str, prompts: int, seed: int) -> None:
+    def __init__(
+        self, folder: Path, *, tokenizer: str, prompts: int, seed: int, head: bool = False
+    ) -> None:
         self._groups: dict[str, list[Row]] = {}
         for row in rollouts.read(folder, tokenizer=tokenizer):
             self._groups.setdefault(row["group_id"], []).append(row)
+        self._names, self._prompts, self._seed = sorted(self._groups), prompts, seed
         if not self._groups:
             raise BadInput(f"{str(folder)!r} holds no response; allowed: a store with some")
-        self._names, self._prompts, self._seed = sorted(self._groups), prompts, seed
+        kept = [row for row in self.everything() if row["rejected"] is None]
+        if not kept:
+            raise BadInput(
+                f"{str(folder)!r} holds no response that was admitted; allowed: a store with some"
+            )
+        lacks = sum("head_ids" not in row for row in kept)
+        if head and lacks:
+            raise BadInput(
+                f"{str(folder)!r} has {lacks} responses without head_ids, over which the recipe "
+                "centers scores; allowed: a store that was sampled with sampling.head"
+            )
 
     @property
     def per_epoch(self) -> int:
