@@ -231,13 +231,15 @@ def _read(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         raise BadInput(f"model {path!r} has no config.json; allowed: {allowed}")
     if not Path(path).exists() and not HUB.fullmatch(path):
         raise BadInput(f"model {path!r} is no folder; allowed: {allowed}")
-    plain = {"trust_remote_code": False}  # unset, a person is asked whether to run a folder's code
+    # Unset, transformers asks on the terminal whether to run a folder's own code.
+    plain: dict[str, Any] = {"trust_remote_code": False}
+    found: Any
     try:
         told = AutoConfig.from_pretrained(path, **plain)  # first: a name that is none ends here
-        tokenizer = AutoTokenizer.from_pretrained(path, **plain)
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path, config=told, dtype=dtype, use_safetensors=True, output_loading_info=True, **plain
-        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, **plain)
+        plain |= {"config": told, "dtype": dtype, "use_safetensors": True}
+        model: Any
+        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **plain)
     except Exception as problem:
         why = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise BadInput(f"model {path!r} cannot be loaded: {why}; allowed: {allowed}") from None
