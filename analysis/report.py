@@ -30,6 +30,7 @@ PAGES = {
     "diagnose": "windage.analysis.diagnose.page",
     "evaluate": "windage.analysis.evaluation",
     "learn": "windage.analysis.learning.page",
+    "measure": "windage.analysis.measured.page",
     "pipeline": "windage.analysis.pipeline.page",
     "study": "windage.analysis.studies.study_page",
     "train": "windage.analysis.runs.page",

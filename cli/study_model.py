@@ -143,6 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     task = index.get(*index.parse(request.task))
     try:
+        from windage.analysis.measured import toy
         from windage.llm.measure import document, study
 
         made = study.ready(request, task)
@@ -156,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
             measure(made, folder)
             spent = time.perf_counter() - start
             found = document.document(made, folder, spent) | {"cost": told}
-            deliver(found, arguments)
+            deliver(found | {"toy": toy.compared(found)}, arguments)
     finally:
         task.close()
     return 0
