@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from windage.cli import rescore
 from windage.cli.output import deliver, one_thread, progress
 from windage.estimators.errors import BadInput
 
@@ -36,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X,...",
         help="ratios beyond which tokens and responses are counted; default: 2,5",
     )
+    rescore.configure(parser)
 
 
 def there(text: str | None, what: str) -> Path | None:
@@ -83,9 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
             raise BadInput("--columns needs a dump; allowed: a file or folder before it")
     chosen = there(arguments.dump, "DUMP")
     other = there(arguments.compare, "--compare")
+    asked = rescore.checked(arguments)
     one_thread()
     from windage.analysis.diagnose.document import demo, diagnose
 
+    found = None
+    if asked is not None and chosen is not None:
+        found = rescore.rescored(chosen, arguments.columns, asked, arguments.seed)
     with progress("rows") as advance:
         document = diagnose(
             demo() if chosen is None else chosen,
@@ -94,5 +100,6 @@ def run(arguments: argparse.Namespace) -> int:
             caps=arguments.cap,
             advance=lambda done: advance(done, done),
         )
+    document["rescored"] = found
     deliver(document, arguments)
     return 0

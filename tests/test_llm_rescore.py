@@ -6,6 +6,8 @@ temperature and with a limit.  The yardstick is written anew on plain logits of 
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from itertools import permutations, product
 
 import numpy as np
@@ -15,8 +17,12 @@ import torch
 from checks import assert_close, refused
 from transformers import AutoModelForCausalLM
 
-from windage.analysis.diagnose.rescored import FIRST, parts
+from windage.analysis.diagnose import document
+from windage.analysis.diagnose.rescored import FIRST, parts, sample
+from windage.analysis.diagnose.support import support
+from windage.cli.main import main
 from windage.estimators.attribution import MEASURES
+from windage.llm import rollouts
 from windage.llm.rescore import CAUSES, Format, rescore, unlimited
 from windage.llm.samplers.protocol import Request, Sampling
 from windage.llm.samplers.transformers import TransformersSampler
@@ -352,3 +358,64 @@ def test_bad_input_is_refused_in_a_line(folders):
     with refused("1 responses"):
         table(rescore(rows[:1], policy=policy, versions={}))
     assert unlimited(SETTING).top_p == 1
+
+
+@pytest.fixture(scope="module")
+def store(folders, tmp_path_factory):
+    """A rollout store of an older model in bfloat16, as `windage sample` writes it."""
+    policy = read(folders["policy"])
+    rows = []
+    for n, row in enumerate(drawn(folders["older"], sampling=SETTING, half=True)):
+        said = {"group_id": str(n // 4), "sample_id": str(n), "reward": n % 2, "outcome": n % 2,
+                "finish_reason": "stop", "seed": n, "elapsed": 1.0, "rejected": None}  # fmt: skip
+        logp = independent(policy, row, 1.0, 1.0).numpy() - 0.25
+        rows.append(row | {k: v for k, v in said.items()} | {"logp": logp})
+    folder = tmp_path_factory.mktemp("store")
+    rollouts.write(folder, 1, rows, tokenizer="x")
+    return folder
+
+
+def test_the_verb_tells_shares_in_document_and_page(folders, store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(document, "support", partial(support, names=("group_mean",)))
+    words = ["diagnose", str(store), "--json", "--out", str(tmp_path), "--sample", "10"]
+    words += ["--rescore", folders["policy"], "--sampler-model", folders["older"]]
+    assert main([*words, "--sampler-format", "bfloat16"]) == 0
+    told = json.loads(capsys.readouterr().out)["rescored"]
+    assert told["responses"] == 10 and told["sampler"] == {"all": folders["older"]}
+    assert told["sampler_gap"] < 0.02 and told["trainer_gap"] == pytest.approx(0.25, abs=1e-4)
+    shares = {row["cause"]: row["share"] for row in told["rows"] if row["measure"] == "k1"}
+    assert min(shares["lag"], shares["support"]) > 0.1 and abs(shares["engine"]) < 0.05
+    page = (tmp_path / "diagnose.html").read_text()
+    assert "undone in every order" in page and "bfloat16" not in shares
+
+
+def test_a_sample_is_some_of_the_rows_and_repeats_itself(store):
+    some = [sample(store, count=5, seed=s) for s in (0, 0, 1)]
+    names = [[tuple(row["response_ids"]) for row in rows] for rows in some]
+    assert names[0] == names[1] != names[2] and len({*names[0]}) == 5
+    assert len(sample(store, count=100, seed=0)) == 12
+    told = sample(store, count=5, seed=0, settings={"temperature": 0.3, "top_k": 7})
+    assert {(round(row["temperature"], 6), row["top_k"]) for row in told} == {(0.7, 7)}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--sample", "8"], "--sample needs --rescore"),
+        (["--kept-cache"], "--kept-cache needs --rescore"),
+        (["--rescore", "/nowhere"], "holds no model"),
+        (["--rescore", "M", "--sampler-model", "/nowhere"], "holds no model"),
+        (["--rescore", "M", "--sampler-model", "x=/nowhere"], "VERSION=FOLDER"),
+        (["--rescore", "M", "--sampler-format", "int8"], "float32, bfloat16"),
+        (["--rescore", "M", "--drawn", "heat=1"], "temperature=NUMBER"),
+        (["--rescore", "M", "--policy-temperature", "0"], "temperature is 0"),
+        (["--rescore", "M", "--sampler-model", "7=M"], "of version 0"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(folders, store, capsys, monkeypatch, words, says):
+    monkeypatch.setattr(document, "support", partial(support, names=("group_mean",)))
+    words = [word.replace("M", folders["policy"]) if word in ("M", "7=M") else word
+             for word in words]  # fmt: skip
+    assert main(["diagnose", str(store), *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and says in err and len(err.splitlines()) == 1

@@ -237,6 +237,7 @@ def diagnose(
         "signs": signs(found),
         "support": supported(found),
         "attribution": list(found.attribution.parts()),
+        "rescored": None,
         "other": None if other is None else {"dump": told_other, "signs": signs(other)},
         "caps": list(caps),
         "seconds": round(time.perf_counter() - start, 2),

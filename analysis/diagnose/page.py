@@ -94,6 +94,17 @@ PARTS = (
     Column(key="tokens", label="tokens", keep=3),
     Column(key="how", label="how", keep=1),
 )
+SHARES = (
+    Column(key="cause", label="cause", keep=9),
+    Column(key="measure", label="measure", keep=8),
+    Column(key="share", label="share", percent=True, keep=7),
+    Column(key="share_error", label="standard\nerror", percent=True, keep=6),
+    Column(key="value", label="part", keep=5),
+    Column(key="error", label="standard\nerror", keep=4),
+    Column(key="least", label="least of\nall orders", keep=4),
+    Column(key="most", label="most of\nall orders", keep=4),
+    Column(key="unit", label="a", keep=2),
+)
 ASIDE = (
     Column(key="reason", label="reason", keep=9),
     Column(key="rows", label="rows", keep=9),
@@ -187,6 +198,54 @@ def parts(document: Document) -> Table:
     return Table(columns=PARTS, rows=document["attribution"])
 
 
+def shares(document: Document) -> Table:
+    """What of a rescored sample's mismatch is due to what."""
+    return Table(
+        columns=SHARES,
+        rows=document["rescored"]["rows"],
+        caption="Responses are independent. A part below 0 undoes another cause.",
+    )
+
+
+def rescored(document: Document) -> list[str]:
+    """What was rescored, and in which order causes were undone."""
+    found = document["rescored"]
+    lines = [
+        f"{found['responses']:,} responses, {found['tokens']:,} tokens, rescored. Our pass differs "
+        f"from what the sampler recorded by {text(found['sampler_gap'])} nats a token, the engine's"
+        " part; "
+        + (
+            "the trainer's log-probabilities are not recorded."
+            if found["trainer_gap"] is None
+            else f"from what the trainer recorded by {text(found['trainer_gap'])}, left out here."
+        ),
+        "The engine is undone first, then top-k and top-p (support): under other weights they would"
+        " leave out tokens that were drawn. Temperature, precision, cache and lag are undone in "
+        "every order: a part is the mean over the orders, and the least and the most say how far "
+        "the order matters.",
+    ]
+    if not found["sampler"]:
+        lines.append("The sampler's weights were not given: what lag adds counts as the engine's.")
+    if found["widened"]:
+        lines.append(
+            f"{found['widened']:,} tokens count as the last that top-k or top-p keeps, as our pass "
+            "would have left them out."
+        )
+    return lines
+
+
+def divergence(document: Document) -> str:
+    """Shares of KL in a line."""
+    rows = [row for row in document["rescored"]["rows"] if row["measure"] == "k1"]
+    told = [
+        f"{row['cause']} {text(row['share'], percent=True)} ± "
+        f"{text(row['share_error'], percent=True)}"
+        for row in rows
+        if row["share"]
+    ]
+    return f"Shares of KL in {document['rescored']['responses']:,} responses: {', '.join(told)}."
+
+
 def aside(document: Document) -> Table:
     """Rows that could not be used."""
     dump = document["dump"]
@@ -225,6 +284,12 @@ def sections(document: Document) -> Iterator[Section]:
         yield Section(title="Where sampler and trainer differ", figure=drawn)
     if document["attribution"]:
         yield Section(title="What the mismatch comes from", table=parts(document))
+    if document["rescored"] is not None:
+        yield Section(
+            title="What a rescored sample's mismatch comes from",
+            prose=rescored(document),
+            table=shares(document),
+        )
     yield Section(
         title="Which estimator this data supports",
         prose=(document["support"]["verdict"], *basis(document)),
@@ -263,4 +328,6 @@ def summary(document: Document) -> Rendered:
     if document["other"] is not None:
         other = {**document, "dump": document["other"]["dump"], "signs": document["other"]["signs"]}
         lines.insert(1, f"Beside it: {counts(other)} {verdict(other)}")
+    if document["rescored"] is not None:
+        lines.append(divergence(document))
     return Rendered(title="What this dump tells", table=metrics(document, KEY), lines=tuple(lines))

@@ -3,20 +3,119 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.analysis.diagnose.readers import index
+from windage.analysis.diagnose.rows import Row
 from windage.estimators.attribution import MEASURES, averaged, every_order, extremes, shares
-from windage.estimators.errors import BadInput
+from windage.estimators.errors import BadInput, within
 
 # Undone first, in this order.
 FIRST = ("engine", "support")
 ALL = "all"
 BY_RESPONSE = ("chi_square_response",)
+NAMES = (
+    "prompt_ids", "response_ids", "mask", "behavior_logp", "versions", "temperature", "top_p",
+    "top_k", "raw", "logp",
+)  # fmt: skip
+Sampled = Mapping[str, Any]
+
+
+def sample(
+    path: Path,
+    *,
+    count: int,
+    seed: int,
+    columns: Mapping[str, str] | None = None,
+    settings: Mapping[str, float] | None = None,
+) -> list[Sampled]:
+    """Some responses of a dump, each with the same chance, by the names of the rollout store.
+
+    Args:
+        path: a dump.
+        count: responses; fewer where the dump has fewer.
+        seed: of the choice.
+        columns: for files of no known format.
+        settings: temperature, top_p and top_k of responses that do not tell them.
+
+    Raises:
+        BadInput: no response has tokens of its own and of its prompt, and log-probabilities.
+    """
+    within(2, 1 << 20, sample=count)
+    generator = np.random.default_rng(seed)
+    kept: list[Row] = []
+    seen = 0
+    for row in index.read(path, columns=columns, refuse=lambda _: None):
+        if not _complete(row):
+            continue
+        seen += 1
+        if len(kept) < count:
+            kept.append(row)
+        elif (place := int(generator.integers(seen))) < count:
+            kept[place] = row
+    if not kept:
+        raise BadInput(
+            f"{path}: no response can be rescored; allowed: responses with prompt_ids, "
+            "response_ids and behavior_logp"
+        )
+    rows = [{name: getattr(row, name) for name in NAMES} for row in kept]
+    given = settings or {}
+    return [row | {k: v for k, v in given.items() if row[k] is None} for row in rows]
+
+
+def _complete(row: Row) -> bool:
+    return (
+        row.response_ids is not None
+        and row.prompt_ids is not None
+        and len(row.prompt_ids) > 0
+        and row.behavior_logp is not None
+    )
+
+
+def block(
+    rows: Sequence[Sampled],
+    *,
+    recorded: Float[Tensor, "R T"],
+    repeated: Float[Tensor, "R T"],
+    policies: Float[Tensor, "L R T"],
+    mask: Bool[Tensor, "R T"],
+    causes: Sequence[str],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What a document says of a rescored sample.
+
+    Args:
+        rows: the responses.
+        recorded, repeated, policies, mask, causes: as of `parts`.
+        about: what was rescored with what.
+
+    Returns:
+        `rows` of `parts` and beside `about`: `responses`, `tokens`, and in nats a token how far our
+        pass is from what the sampler recorded and from what the trainer did (None: it did not).
+    """
+    gaps = [
+        np.abs(policies[-1, n, : len(row["mask"])].numpy() - row["logp"])[row["mask"]]
+        for n, row in enumerate(rows)
+        if row["logp"] is not None
+    ]
+    return {
+        **about,
+        "responses": len(rows),
+        "tokens": int(mask.sum()),
+        "sampler_gap": float((recorded - repeated).abs()[mask].mean()),
+        "trainer_gap": float(np.concatenate(gaps).mean()) if gaps else None,
+        "first": list(FIRST),
+        "rows": parts(
+            recorded=recorded, repeated=repeated, policies=policies, mask=mask, causes=causes
+        ),
+    }
 
 
 def parts(
@@ -74,11 +173,6 @@ def parts(
                 }
             )
     return found
-
-
-def gap(one: Float[Tensor, "R T"], other: Float[Tensor, "R T"], mask: Bool[Tensor, "R T"]) -> float:
-    """Mean distance of two log-probabilities of a token."""
-    return float((one - other).abs()[mask].mean())
 
 
 def _finite(value: Tensor) -> float | None:
