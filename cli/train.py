@@ -52,22 +52,25 @@ def run(arguments: argparse.Namespace) -> int:
     ranks, wrap, device = processes.join(config.model.device)
     config = build({"model": {"device": device}}, config)
     with ExitStack() as stack:
-        stack.callback(processes.leave)
+        stack.enter_context(processes.leaving(ranks))
         with ranks.together():
             if ranks.first:
                 stack.enter_context(checkpoint.claim(folder))
         ready = runs.start(config, ranks=ranks, wrap=wrap, resume=arguments.resume is not None)
         stop = stack.enter_context(interruptible(STOPPING if ranks.first else ""))
-        if not ranks.first:
-            train(ready, stop=stop)
-            return 0
-        _tell(ready.start, ready.steps, resumed=arguments.resume is not None)
-        if config.run.card and arguments.resume is None:
-            _keep(folder, _card(config))
-        watch = stack.enter_context(_watching(config, arguments.quiet, ready.steps))
-        if not train(ready, watch, stop):
-            _say(f"stopped and saved; windage train --resume {shlex.quote(str(folder))} goes on")
-            return 130
+        watch = None
+        with ranks.together():
+            if ranks.first:
+                _tell(ready.start, ready.steps, resumed=arguments.resume is not None)
+                if config.run.card and arguments.resume is None:
+                    _keep(folder, _card(config))
+                watch = stack.enter_context(_watching(config, arguments.quiet, ready.steps))
+        done = train(ready, watch or (lambda record: None), stop)
+    if not ranks.first:
+        return 0
+    if not done:
+        _say(f"stopped and saved; windage train --resume {shlex.quote(str(folder))} goes on")
+        return 130
     found = document_of([folder])
     deliver(found, arguments)
     return 0

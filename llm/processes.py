@@ -11,19 +11,21 @@ accelerators alone and takes a model only together with its optimizer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from windage.estimators.errors import BadInput
-from windage.llm.models import Policy
+from windage.llm.models import Policy, chosen
 from windage.llm.ranks import ALONE, Ranks
 
 Wrap = Callable[[Policy], Any]
 # A process that waits for the first one's responses waits no longer than this.
 PATIENCE = timedelta(days=2)
+FAREWELL = timedelta(seconds=30)
 
 
 def join(device: str) -> tuple[Ranks, Wrap, str]:
@@ -37,12 +39,18 @@ def join(device: str) -> tuple[Ranks, Wrap, str]:
     Raises:
         BadInput: a way of sharding that is not FSDP2 without offloading.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started == 1:
         return ALONE, lambda policy: policy, device
     settings = _sharding()
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=device == "cpu")
+    accelerator = Accelerator(cpu=chosen(device).type == "cpu")
+    if accelerator.num_processes != started:
+        raise BadInput(
+            f"{started} processes were started, and accelerate sees {accelerator.num_processes}; "
+            "allowed: accelerate launch, or torchrun"
+        )
     ranks = Ranks(
         index=accelerator.process_index,
         count=accelerator.num_processes,
@@ -90,7 +98,19 @@ def _sharder(settings: Any, device: torch.device) -> Wrap:
     return wrap
 
 
-def leave() -> None:
-    """End the process group, where there is one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+@contextmanager
+def leaving(ranks: Ranks) -> Iterator[None]:
+    """End the process group when all are done, or all refused; one that dies waits for nobody."""
+    try:
+        yield
+    except BadInput:
+        _leave(ranks)
+        raise
+    _leave(ranks)
+
+
+def _leave(ranks: Ranks) -> None:
+    if ranks.count > 1:
+        with suppress(RuntimeError):  # gone already
+            torch.distributed.monitored_barrier(ranks.group, timeout=FAREWELL)
         torch.distributed.destroy_process_group()
