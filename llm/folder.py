@@ -104,11 +104,15 @@ def write(folder: Path, config: Config, *, tokenizer: str, step: int) -> None:
 def whole(path: Path, text: str) -> None:
     """Write a text so that it is there as a whole or not at all."""
     beside = path.with_suffix(".unfinished")
-    with beside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def versions() -> dict[str, str]:

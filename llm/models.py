@@ -233,13 +233,12 @@ def _read(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         raise BadInput(f"model {path!r} is no folder; allowed: {allowed}")
     # Unset, transformers asks on the terminal whether to run a folder's own code.
     plain: dict[str, Any] = {"trust_remote_code": False}
-    found: Any
     try:
         told = AutoConfig.from_pretrained(path, **plain)  # first: a name that is none ends here
         tokenizer: Any = AutoTokenizer.from_pretrained(path, **plain)
         plain |= {"config": told, "dtype": dtype, "use_safetensors": True}
-        model: Any
-        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **plain)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **plain)
+        model, found = loaded
     except Exception as problem:
         why = (str(problem).splitlines() or [type(problem).__name__])[0]
         raise BadInput(f"model {path!r} cannot be loaded: {why}; allowed: {allowed}") from None
