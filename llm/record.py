@@ -1,7 +1,8 @@
 """A recorder for runs of other engines: every response into a rollout store, beside the training.
 
     record_trl(trainer, "run/rollouts")                     any GRPOTrainer of TRL
-    record_verl("run/rollouts")                             in verl's driver, before the trainer
+    record_verl("run/rollouts", tokenizer=tokenizer, rollout=config.actor_rollout_ref.rollout)
+                                                            in verl's driver, before the trainer
     record_verl(..., trainer=PPOTrainer)                    with the class of verl's v1 trainers
 
 The training thread copies tensors; a thread of its own turns them into rows and writes a step's
@@ -11,7 +12,13 @@ the thread could not write is raised at the next step.
 Differences from what the engines know:
     1. `behavior_logp` falls back to the trainer's log-probabilities where the engine gave none.
     2. `versions` is the number of optimizer steps at generation, unless the engine tells one.
-    3. TRL and verl tell no head, and TRL no sum of squared probabilities; those columns are absent.
+    3. TRL and verl tell no head, and TRL no sum of squared probabilities; those columns are absent:
+       verl's workers send none, and TRL's fused output layer makes no logits to take one from.
+    4. Engines tell log-probabilities after temperature, top-k and top-p, never also those before,
+       so `raw_logp` is absent; verl's `raw_logprobs` are refused where the two differ.
+    5. `rejected` is `masked` where verl left no token of a response to train on, and `truncated`
+       where TRL leaves out what its limit cut: such rows have no log-probabilities of the trainer.
+       Groups that verl filters away (DAPO) never come to the hook.
 """
 
 from __future__ import annotations
@@ -164,20 +171,84 @@ def turns(mask: Tensor) -> Tensor:
 # verl.
 
 
-def record_verl(folder: str | Path, *, tokenizer: Any, trainer: type | None = None) -> Recorder:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """How verl's engine draws, as far as it is known.
+
+    Args:
+        constants: columns of the store that all responses share.
+        limit: tokens of a response.
+        ends: tokens that end one; empty: unknown.
+    """
+
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+    ends: frozenset[int] = frozenset()
+
+    def reason(self, ids: Sequence[int], limit: int | None) -> str:
+        """Why a response ended."""
+        limit = self.limit if self.limit is not None else limit
+        if len(ids) and ids[-1] in self.ends:
+            return "stop"
+        if limit is None:
+            return UNTOLD
+        return "length" if len(ids) >= limit else "stop"
+
+
+def drawn(rollout: Any, tokenizer: Any) -> Drawn:
+    """What the configuration of verl's engine says.
+
+    Args:
+        rollout: `config.actor_rollout_ref.rollout`; None: not known.
+        tokenizer: of transformers.
+
+    Raises:
+        BadInput: log-probabilities before temperature, top-k and top-p, which are not those that a
+            token was drawn with.
+    """
+    end = getattr(tokenizer, "eos_token_id", None)
+    ends = frozenset(() if end is None else (end,))
+    if rollout is None:
+        return Drawn(ends=ends)
+    temperature, top_p, top_k = float(rollout.temperature), float(rollout.top_p), rollout.top_k
+    top_k = None if top_k in (None, 0, -1) else int(top_k)
+    mode = rollout.get("logprobs_mode", None)
+    if mode is not None and mode.startswith("raw") and (temperature, top_p, top_k) != (1, 1, None):
+        raise BadInput(
+            f"the recorder: logprobs_mode is {mode!r}, at which log-probabilities are not those "
+            "that tokens are drawn with; allowed: processed_logprobs"
+        )
+    return Drawn(
+        constants={"temperature": temperature, "top_p": top_p, "top_k": top_k},
+        limit=rollout.get("response_length", None),
+        ends=ends,
+    )
+
+
+def record_verl(
+    folder: str | Path, *, tokenizer: Any, trainer: type | None = None, rollout: Any = None
+) -> Recorder:
     """Record each batch at the moment when verl has computed its advantages.
 
     Args:
         folder: of the store.
         tokenizer: of transformers.
-        trainer: a class of verl's v1 trainers; None: the trainers that hold a whole `DataProto`.
+        trainer: a class of verl's v1 trainers, which knows its configuration; None: the trainers
+            that hold a whole `DataProto`.
+        rollout: `config.actor_rollout_ref.rollout`; None: temperature, top-p and top-k are recorded
+            as if they had no effect.
 
     Returns:
         The recorder, to be closed at the end.
+
+    Raises:
+        BadInput: see `drawn`.
     """
+    told = drawn(rollout, tokenizer)
     recorder = Recorder(Path(folder), tokenizer=vocabulary(tokenizer))
     if trainer is not None:
-        _after_v1(trainer, recorder)
+        _after_v1(trainer, recorder, tokenizer, told)
         return recorder
     module: Any = import_module("verl.trainer.ppo.ray_trainer")
     inner = module.compute_advantage
@@ -185,18 +256,14 @@ def record_verl(folder: str | Path, *, tokenizer: Any, trainer: type | None = No
     def compute_advantage(data: Any, *given: Any, **named: Any) -> Any:
         found = inner(data, *given, **named)
         columns = dict(found.batch.items())
-        _put(recorder, columns, list(found.non_tensor_batch["uid"]))
+        _put(recorder, columns, list(found.non_tensor_batch["uid"]), told)
         return found
 
     module.compute_advantage = compute_advantage
     return recorder
 
 
-def _ended(length: int, limit: int) -> str:
-    return "length" if length >= limit else "stop"
-
-
-def _after_v1(trainer: type, recorder: Recorder) -> None:
+def _after_v1(trainer: type, recorder: Recorder, tokenizer: Any, told: Drawn) -> None:
     store = import_module(trainer.__module__).tq
     inner = trainer._compute_advantage  # type: ignore[attr-defined]
     wanted = ["uid", "prompts", "responses", "response_mask", "rm_scores", "advantages"]
@@ -211,7 +278,9 @@ def _after_v1(trainer: type, recorder: Recorder) -> None:
         prompts = [here(one) for one in data.pop("prompts").unbind()]
         lengths = [len(one) for one in data["responses"].unbind()]
         columns = {name: value.to_padded_tensor(0) for name, value in data.items()}
-        _put(recorder, columns, names, prompts=prompts, lengths=lengths)
+        config = getattr(self, "config", None)
+        known = told if config is None else drawn(config.actor_rollout_ref.rollout, tokenizer)
+        _put(recorder, columns, names, known, prompts=prompts, lengths=lengths)
         return out
 
     trainer._compute_advantage = _compute_advantage  # type: ignore[attr-defined]
@@ -221,6 +290,7 @@ def _put(
     recorder: Recorder,
     columns: Mapping[str, Tensor],
     names: Sequence[Any],
+    told: Drawn,
     prompts: Sequence[Tensor] | None = None,
     lengths: Sequence[int] | None = None,
 ) -> None:
@@ -244,12 +314,19 @@ def _put(
         "sample_id": [f"{step}/{b}" for b in range(len(names))],
         "reward": here(shaped.sum(-1)).tolist(),
         "outcome": here(scores.sum(-1)).tolist(),
-        "finish_reason": [UNTOLD if limit is None else _ended(n, limit) for n in lengths],
+        "finish_reason": [
+            told.reason(row[:n], limit) for row, n in zip(ids.tolist(), lengths, strict=True)
+        ],
+        "rejected": [None if kept else "masked" for kept in mask.any(1).tolist()],
     }
-    listed = [prompt.tolist() for prompt in prompts]
-    recorder.put(
-        Rectangle(prompts=listed, lengths=lengths, tokens=tokens, responses=responses).rows
+    made = Rectangle(
+        prompts=[prompt.tolist() for prompt in prompts],
+        lengths=lengths,
+        tokens=tokens,
+        responses=responses,
+        constants=told.constants,
     )
+    recorder.put(made.rows)
 
 
 # TRL.
@@ -340,7 +417,11 @@ class _Watch:
         if held is not None:
             trainer, step = self.trainer, self.recorder.next
             rank, count = trainer.accelerator.process_index, len(held["completion_ids"])
-            constants = {"temperature": float(trainer.temperature)}
+            constants = {
+                "temperature": float(trainer.temperature),
+                "top_p": float(trainer.top_p),
+                "top_k": trainer.top_k or None,
+            }
             size, weights = trainer.num_generations, here(trainer.reward_weights)
             ends, limit = set(trainer.eos_token_ids), trainer.max_completion_length
             own = about["scores"][rank * count : (rank + 1) * count]
@@ -348,13 +429,19 @@ class _Watch:
             def rows() -> Iterator[Row]:
                 rewards = _rewards(own, weights)
                 prompts = zip(held["prompt_ids"], held["prompt_mask"].bool(), strict=True)
-                lengths = held["completion_mask"].sum(1).tolist()
+                lengths = _lengths(held, trainer._tokenizer.pad_token_id)
+                left_out = (held["completion_mask"].sum(1) == 0).tolist()
+                reasons = _reasons(held["completion_ids"], lengths, ends, limit)
                 names: dict[str, Sequence[Any]] = {
                     "group_id": [f"{step}/{(rank * count + b) // size}" for b in range(count)],
                     "sample_id": [f"{rank}/{step}/{b}" for b in range(count)],
                     "reward": rewards,
                     "outcome": rewards,
-                    "finish_reason": _reasons(held["completion_ids"], lengths, ends, limit),
+                    "finish_reason": [
+                        "length" if left else reason
+                        for left, reason in zip(left_out, reasons, strict=True)
+                    ],
+                    "rejected": ["truncated" if left else None for left in left_out],
                 }
                 return Rectangle(
                     prompts=[row[real].tolist() for row, real in prompts],
@@ -371,6 +458,15 @@ def _rewards(scores: Tensor, weights: Tensor) -> list[float | None]:
     """The weighted sum of what reward functions said; None where none said anything."""
     absent, total = scores.isnan().all(1).tolist(), (scores * weights).nansum(1).tolist()
     return [None if none else value for none, value in zip(absent, total, strict=True)]
+
+
+def _lengths(held: Mapping[str, Tensor], pad: int) -> list[int]:
+    """Tokens of each response; the mask of one that is left out has none."""
+    ids, mask = held["completion_ids"], held["completion_mask"].bool()
+    places = torch.arange(1, ids.shape[1] + 1)
+    whole = torch.where(ids != pad, places, 0).amax(1)
+    found: list[int] = torch.where(mask.any(1), mask.sum(1), whole).tolist()
+    return found
 
 
 def _reasons(ids: Tensor, lengths: Sequence[int], ends: set[int], limit: int) -> list[str]:

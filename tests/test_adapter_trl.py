@@ -288,16 +288,13 @@ def test_what_would_be_ignored_is_refused_at_configuration(name, settings, said,
         trl.check(config(tmp_path, name, 4, **settings))
 
 
-@pytest.mark.parametrize("size", [4, 12])
-def test_a_plain_grpo_trainer_is_recorded_with_one_line(size, tmp_path):
-    """Tokens, masks, log-probabilities and rewards, whatever order TRL trains in."""
-    source = model()
-    told = Replay(source)
-    told.logprobs = [[min(x, 0.0) for x in row] for row in told.logprobs]
-    given = vars(config(tmp_path, "cispo", size))
-    settings = {k: given[k] for k in ("output_dir", "num_generations", "max_completion_length")}
+def recorded(tmp_path: Any, size: int, source: Any, told: Replay, **given: Any) -> list[Any]:
+    """What a plain trainer leaves in a store."""
+    ours = vars(config(tmp_path, "cispo", size))
+    settings = {k: ours[k] for k in ("output_dir", "num_generations", "max_completion_length")}
     args = GRPOConfig(
         **settings,
+        **given,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=ROWS // size,
         max_steps=2,
@@ -318,7 +315,16 @@ def test_a_plain_grpo_trainer_is_recorded_with_one_line(size, tmp_path):
     )
     recorder = record_trl(trainer, tmp_path / "store")
     trainer.train()
-    found = list(read(tmp_path / "store", tokenizer=recorder.tokenizer))
+    return list(read(tmp_path / "store", tokenizer=recorder.tokenizer))
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_plain_grpo_trainer_is_recorded_with_one_line(size, tmp_path):
+    """Tokens, masks, log-probabilities and rewards, whatever order TRL trains in."""
+    source = model()
+    told = Replay(source)
+    told.logprobs = [[min(x, 0.0) for x in row] for row in told.logprobs]
+    found = recorded(tmp_path, size, source, told)
     assert steps(tmp_path / "store") == [0, 1] and len(found) == 2 * ROWS
     for n, row in enumerate(found[:ROWS]):
         real = torch.tensor(told.mask[n])
@@ -332,3 +338,20 @@ def test_a_plain_grpo_trainer_is_recorded_with_one_line(size, tmp_path):
         now = torch.where(real, logp_of(model(), told.prompts[n], told.ids[n]), 0.0).float()
         assert torch.allclose(torch.tensor(row["logp"]), now.detach(), atol=1e-5)
         assert (row["versions"] == 0).all() and len(row["advantages"]) == len(told.ids[n])
+        assert row["rejected"] is None and (row["top_p"], row["top_k"]) == (1.0, None)
+
+
+def test_what_trl_masks_for_its_length_keeps_its_tokens_and_the_reason(tmp_path):
+    source = model()
+    told = Replay(source)
+    told.logprobs = [[min(x, 0.0) for x in row] for row in told.logprobs]
+    for n in range(0, ROWS, 2):
+        told.ids[n][-1] = 1  # the end
+    given = {"mask_truncated_completions": True, "top_p": 0.9, "top_k": 5}
+    found = recorded(tmp_path, 12, source, told, **given)
+    for n, row in enumerate(found[:ROWS]):
+        assert row["response_ids"].tolist() == told.ids[n]
+        assert row["rejected"] == (None if n % 2 == 0 else "truncated")
+        assert row["finish_reason"] == ("stop" if n % 2 == 0 else "length")
+        assert row["mask"].any() == (n % 2 == 0)
+        assert (round(row["top_p"], 6), row["top_k"]) == (0.9, 5)

@@ -188,6 +188,58 @@ def test_verl_v1_trainers_are_asked_for_the_tokens(tmp_path, monkeypatch):
     assert_recorded(tmp_path, c)
 
 
+class Rollout(SimpleNamespace):
+    """The configuration of verl's engine."""
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        return getattr(self, name, otherwise)
+
+
+ENGINE = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "response_length": 6}
+
+
+def test_verl_settings_ends_and_masked_responses_are_recorded(tmp_path, monkeypatch):
+    c = case()
+    module = SimpleNamespace(compute_advantage=lambda data: data)
+    monkeypatch.setattr(record, "import_module", lambda name: module)
+    tokenizer = Words()
+    told = columns(c) | {"advantages": torch.zeros_like(c.behavior_logp)}
+    lengths = c.real.sum(1).tolist()
+    last = [int(told["responses"][b, n - 1]) for b, n in enumerate(lengths)]
+    tokenizer.eos_token_id = last[0]
+    told["response_mask"][1] = 0
+    recorder = record.record_verl(tmp_path, tokenizer=tokenizer, rollout=Rollout(**ENGINE))
+    module.compute_advantage(SimpleNamespace(batch=told, non_tensor_batch={"uid": list(GROUPS)}))
+    recorder.close()
+    found = list(read(tmp_path, tokenizer=TOKENIZER))
+    drew = {(round(r["temperature"], 6), round(r["top_p"], 6), r["top_k"]) for r in found}
+    assert drew == {(0.7, 0.9, None)}
+    assert [row["rejected"] for row in found] == [
+        "masked" if b == 1 else None for b in range(len(GROUPS))
+    ]
+    for b, row in enumerate(found):
+        ended = last[b] == last[0] or lengths[b] < 6
+        assert row["finish_reason"] == ("stop" if ended else "length")
+    assert {row["finish_reason"] for row in found} == {"stop", "length"}
+
+
+def test_log_probabilities_that_drew_nothing_are_refused():
+    raw = {"logprobs_mode": "raw_logprobs"}
+    with refused("logprobs_mode", "processed_logprobs"):
+        record.drawn(Rollout(**ENGINE, **raw), Words())
+    same = Rollout(temperature=1.0, top_p=1, top_k=-1, **raw)
+    assert record.drawn(same, Words()).constants == {"temperature": 1, "top_p": 1, "top_k": None}
+    assert record.drawn(None, Words()).reason([3, 4], None) == record.UNTOLD
+
+
+def test_a_response_that_trl_leaves_out_keeps_its_tokens():
+    held = {
+        "completion_ids": torch.tensor([[5, 6, 0, 0], [5, 0, 7, 8], [5, 6, 1, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]),
+    }
+    assert record._lengths(held, pad=0) == [2, 4, 3]
+
+
 def test_turns_count_the_times_the_policy_goes_on():
     mask = torch.tensor([[True, True, False, True, False, False, True]])
     assert turns(mask).tolist() == [[0, 0, 0, 1, 1, 1, 2]]
