@@ -32,6 +32,7 @@ PAGES = {
     "learn": "windage.analysis.learning.page",
     "measure": "windage.analysis.measured.page",
     "pipeline": "windage.analysis.pipeline.page",
+    "sample": "windage.analysis.sampled",
     "study": "windage.analysis.studies.study_page",
     "train": "windage.analysis.runs.page",
 }

@@ -150,7 +150,7 @@ def _dress(axes: Any, panel: Panel, values: Sequence[float]) -> None:
     axes.margins(x=0.02)
     if panel.share:
         low, high = min([*values, 1.0]), max([*values, 0.05])
-        floor = 1 - 1.4 * (1 - low) if 0.8 < low < 1 else 0.0
+        floor = 1 - max(0.01, 1.4 * (1 - low)) if 0.8 < low < 1 else 0.0
         axes.set_ylim(floor, min(1 + 0.03 * (1 - floor), 1.15 * high))
     elif _logged(panel, values):
         _plain_log(axes)
