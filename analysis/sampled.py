@@ -36,9 +36,10 @@ def told(document: Document) -> str:
     """Which model, task and seed the responses are of, and where they are."""
     config = document["config"]
     sampling, seed = config["sampling"], config["run"]["seed"]
-    settings = ", ".join(f"{k}={v}" for k, v in config["task"]["settings"].items())
+    settings = ",".join(f"{k}={v}" for k, v in config["task"]["settings"].items())
+    task = f"{config['task']['name']}{':' * bool(settings)}{settings}"
     return (
-        f"{config['model']['path']} on {config['task']['name']}{f' ({settings})' * bool(settings)}, "
+        f"{config['model']['path']} on {task}, "
         f"groups of {config['train']['group_size']}, temperature {sampling['temperature']:g}, at "
         f"most {sampling['max_tokens']} tokens, seed {seed}; the store is {document['store']}."
     )
