@@ -128,15 +128,16 @@ def _sizes(count: int) -> Tensor:
 
 def quieted(
     inner: Float[Tensor, "*run L Q Q"], spread: Float[Tensor, "*run L Q Q"]
-) -> Float[Tensor, "*run L Q Q"]:
-    """Inner products of means once the noise shared with the controls is taken out."""
+) -> Float[Tensor, "*run L 3 3"]:
+    """Inner products of mean, gradient and drift, less the noise shared with the controls."""
     known = spread[..., CONTROLS:, CONTROLS:]
     if not known.shape[-1]:
         return inner
     size = known.diagonal(dim1=-2, dim2=-1).clamp(min=1e-300).sqrt()
     scaled = known / size.unsqueeze(-1) / size.unsqueeze(-2)
     along = spread[..., CONTROLS:, :CONTROLS] / size.unsqueeze(-1)
-    fitted = torch.linalg.pinv(scaled, rtol=SINGULAR, hermitian=True) @ along / size.unsqueeze(-1)
+    ridge = SINGULAR * torch.eye(known.shape[-1], dtype=known.dtype)
+    fitted = torch.linalg.solve(scaled + ridge, along) / size.unsqueeze(-1)
     fitted[..., DRIFT] = 0  # a weight that seldom matters is not told from one that never does
     one = torch.eye(CONTROLS, dtype=inner.dtype).expand(*inner.shape[:-2], -1, -1)
     mix = torch.cat([one, -fitted.mT], -1)
