@@ -273,7 +273,7 @@ def claim(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as problem:
         raise BadInput(
             f"{str(path)!r}: {problem.strerror}; allowed: a folder that can be written to"

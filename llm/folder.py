@@ -40,9 +40,14 @@ def begun(folder: Path) -> bool:
     """Whether a run wrote something down here; one that was refused at once leaves a free folder.
 
     Raises:
-        BadInput: the folder cannot be read.
+        BadInput: the folder cannot be read, or a link in it leads elsewhere.
     """
     try:
+        for path in _files(folder):
+            if path.is_symlink():
+                raise BadInput(
+                    f"{str(path)!r} is a link; allowed: a run's own files and folders in its folder"
+                )
         lines = [folder / f"{name}.jsonl" for name in ("metrics", "evaluate")]
         full = any(path.exists() and path.stat().st_size for path in lines)
         inside = [folder / name for name in ("checkpoints", "rollouts")]
