@@ -46,6 +46,7 @@ from windage.llm.ranks import ALONE, Ranks, shared_like
 from windage.llm.samplers import probe
 from windage.llm.samplers.protocol import Sampler, Sampling
 from windage.llm.tasks.index import get as task_of
+from windage.llm.tasks.protocol import Split
 from windage.llm.verify import Scale
 
 PROBES = 8
@@ -166,8 +167,9 @@ def _write_model(loaded: Loaded, weights: Mapping[str, Tensor], folder: Path) ->
 
 
 def _probes(config: Config, loaded: Loaded, desk: Desk) -> Sequences:
-    """Held-out questions with their answers as responses."""
-    asked = desk.task.questions("held out", config.run.seed, 0, PROBES)
+    """Questions that the run asks anyway, with their answers as responses."""
+    split: Split = "held out" if config.train.mode == "offline" else "train"
+    asked = desk.task.questions(split, config.run.seed, 0, PROBES)
     return [
         (
             models.encode(loaded, question.text),
