@@ -54,7 +54,7 @@ def join(device: str) -> tuple[Ranks, Wrap, str]:
     ranks = Ranks(
         index=accelerator.process_index,
         count=accelerator.num_processes,
-        averaged=settings is not None,
+        sharded=settings is not None,
         device=str(accelerator.device),
         group=torch.distributed.new_group(backend="gloo", timeout=PATIENCE),
     )
@@ -82,9 +82,9 @@ def _sharding() -> Any:
 
 
 def _sharder(settings: Any, device: torch.device) -> Wrap:
-    """Shards each layer of a policy, and what is left together, in place."""
+    """Shards each layer of a policy, and what is left together, in place; gradients are sums."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
 
@@ -93,7 +93,12 @@ def _sharder(settings: Any, device: torch.device) -> Wrap:
         for module in policy.modules():
             if type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward)
-        return fully_shard(policy, mesh=mesh)
+        found = fully_shard(policy, mesh=mesh)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return found
 
     return wrap
 

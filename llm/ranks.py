@@ -27,8 +27,8 @@ class Ranks:
 
     Args:
         index, count: its number, from 0, and how many there are.
-        averaged: whether parameters are sharded, so that the backward pass itself averages
-            gradients over the processes; otherwise `reduce` sums them.
+        sharded: whether each holds a share of the parameters, so that the backward pass itself
+            sums gradients over the processes; otherwise `reduce` does.
         device: where sums of tensors between processes may lie.
         group: of torch, for everything else, on the CPU: a process that waits for another's
             responses keeps no accelerator waiting.
@@ -36,7 +36,7 @@ class Ranks:
 
     index: int = 0
     count: int = 1
-    averaged: bool = False
+    sharded: bool = False
     device: str = "cpu"
     group: Any = None
 
@@ -44,11 +44,6 @@ class Ranks:
     def first(self) -> bool:
         """Whether this process draws and writes the files."""
         return self.index == 0
-
-    @property
-    def scale(self) -> float:
-        """What a loss is multiplied by, so that the gradient comes out as the sum over all."""
-        return float(self.count) if self.averaged else 1.0
 
     def share(self, parts: Sequence[Part]) -> Iterator[tuple[Part, bool]]:
         """This process's parts, and whether each counts.
@@ -87,7 +82,7 @@ class Ranks:
 
     def reduce(self, parameters: Iterable[Any]) -> None:
         """Add up the gradients of all processes, where the backward pass has not done it."""
-        if self.count > 1 and not self.averaged:
+        if self.count > 1 and not self.sharded:
             for parameter in parameters:
                 if parameter.requires_grad:
                     if parameter.grad is None:
@@ -176,7 +171,7 @@ class Ranks:
         for name, value in named:
             one = whole(value)
             if self.first:
-                found[name] = one.cpu() if self.averaged else one
+                found[name] = one.cpu() if self.sharded else one
         return found
 
 

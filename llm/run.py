@@ -106,12 +106,12 @@ class Run:
         with ranks.together():
             if self.desk is not None:
                 sequences = _probes(self.config, known, self.desk)
-        if self.desk is None and not ranks.averaged:
+        if self.desk is None and not ranks.sharded:
             return None
-        sequences = ranks.same(sequences) if ranks.averaged else sequences
+        sequences = ranks.same(sequences) if ranks.sharded else sequences
         expected, tolerance = score(known, sequences), _tolerance(self.config)
         weights: Any = models.weights(known.policy)
-        if ranks.averaged:
+        if ranks.sharded:
             weights = list(ranks.gathered(weights).items())
         if self.desk is None:
             return None
@@ -368,7 +368,7 @@ def _load(config: Config, path: str, ranks: Ranks = ALONE) -> Loaded:
             path,
             dtype=told.dtype,
             autocast=told.autocast or None,
-            device="cpu" if ranks.averaged else told.device,
+            device="cpu" if ranks.sharded else told.device,
             lora=lora,
             checkpointing=told.gradient_checkpointing,
         )
@@ -393,7 +393,7 @@ def _learner(
     kept = None
     if "reference_logp" in estimator.needs and not adapters:
         kept = wrap(_load(config, config.model.path, ranks).policy.requires_grad_(False))
-    if ranks.averaged and train.optimizer == "adafactor":
+    if ranks.sharded and train.optimizer == "adafactor":
         raise BadInput("train.optimizer is 'adafactor' under FSDP; allowed: adamw, sgd")
     policy = wrap(loaded.policy)
     trained = [p for p in policy.parameters() if p.requires_grad]

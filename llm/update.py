@@ -179,7 +179,7 @@ def accumulate(
             c, head = of_part(rows, found)
         except ValueError as refusal:  # the other processes still need this one in their passes
             problem, c, head = problem or refusal, torch.zeros_like(found.logp), None
-        (_loss(c, head, found) * (ranks.scale if counts else 0.0)).backward()
+        (_loss(c, head, found) * float(counts)).backward()
         if counts:
             own[rows], logp[rows] = c.to(own), found.logp.detach().to(logp)
     settle()

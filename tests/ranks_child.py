@@ -158,6 +158,7 @@ def catalogue(place: Place) -> dict:
 
     names = [n for n, e in CATALOGUE.items() if not {"values", "components"} & set(e.needs)]
     ready, rows = place.offline("catalogue", recipe={"name": "grpo_k3"})
+    rows = [row | {"reward": max(row["reward"], 0.0)} for row in rows]
     return updates(place, ready, rows, names, "catalogue")
 
 
