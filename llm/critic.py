@@ -13,7 +13,8 @@ Differences from verl and NeMo-RL:
        the values has made already: its fit costs no further pass of the trunk.
     2. What a head's loss pulls the trunk by (`trunk` times its gradient, the head held constant)
        goes into the policy's own updates; 0 stops it.
-    3. The layer begins at 0, so the first values are 0 and not noise.
+    3. The layer begins at 0, so the first values are 0 and not noise; its bias is the mean of the
+       first returns before the first fit, which weights would otherwise learn along all prefixes.
     4. The loss is the mean over all tokens of a minibatch, whatever the micro-batches.
 
 References:
@@ -151,9 +152,16 @@ class Critic:
             gamma=self.fitting.gamma,
             lam=self.fitting.lam_value if self.ready(step) else 1.0,
         )
+        self._begin(returns[batch.mask])
         norm = self._fit(responses, sets, kept, values.flatten(0, 1), returns.flatten(0, 1), step)
         _put(rows, batch, values=values, returns=returns)
         return told | {"critic__gradient_norm": norm} | figures(values, returns, batch.mask)
+
+    @torch.no_grad()
+    def _begin(self, returns: Float[Tensor, " N"]) -> None:
+        """Before the first fit: the mean return for every prefix, so that only the rest is left."""
+        if len(returns) and not bool(self.head.weight.any()):
+            self.head.bias.fill_(float(returns.mean()))
 
     def _divided(self, responses: Responses, step: int) -> list[Parts]:
         """Micro-batches of each minibatch: responses at random, those of like length together."""
@@ -324,7 +332,7 @@ def build(
                 f"critic.path {told.path!r} has another tokenizer; allowed: the policy's"
             )
         own, states = at.policy.base.get_decoder(), at.policy.states
-    elif ranks.averaged:
+    elif ranks.sharded:
         torch.distributed.fsdp.register_fsdp_forward_method(policy, "states")
     rate = told.learning_rate or RATES[told.kind]
     return Critic(
