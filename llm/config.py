@@ -392,7 +392,6 @@ def build(told: Mapping[str, Any], base: Config | None = None) -> Config:
         windage.estimators.errors.BadInput: unknown key 'run.seeds'; nearest valid name: run.seed; \
 allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.trackers, run.card
     """
-    _without_nul("", told)
     found = base or Config()
     types = {name: kind for name, kind, _ in entries()}
     for section, table in told.items():
@@ -405,17 +404,19 @@ allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.tracke
             name = f"{section}.{key}"
             if name not in types:
                 raise unknown("key", name, [n for n in types if n.startswith(f"{section}.")])
+            _without_nul(name, value)
             changes[key] = _fitting(name, types[name], value)
         found = replace(found, **{section: replace(getattr(found, section), **changes)})
     return found
 
 
 def _without_nul(name: str, value: Any) -> None:
-    """Refuse text that no path and no program takes."""
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            _without_nul(f"{name}.{key}".lstrip("."), entry)
-    elif "\0" in str(value):
+    """Refuse text that no path and no program takes.
+
+    Raises:
+        BadInput: names the key.
+    """
+    if isinstance(value, str) and "\0" in value:
         raise BadInput(f"{name} is {value!r}; allowed: text without a zero byte")
 
 
@@ -432,6 +433,12 @@ def _fitting(name: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         if not isinstance(value, Mapping):
             raise BadInput(f"{name} is {value!r}; allowed: a table of settings")
+        for key, entry in value.items():
+            _without_nul(f"{name}.{key}", entry)
+            listed = entry if isinstance(entry, list) else [entry]
+            if not all(isinstance(one, bool | int | float | str) for one in listed):
+                allowed = "numbers, texts, true or false, or a list of them"
+                raise BadInput(f"{name}.{key} holds a {_word(listed)}; allowed: {allowed}")
         return dict(value)
     assert not isinstance(kind, UnionType)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -441,6 +448,12 @@ def _fitting(name: str, kind: Any, value: Any) -> Any:
     if name in RANGES:
         within(*RANGES[name], **{name: value})
     return kind(value)
+
+
+def _word(listed: list[Any]) -> str:
+    """The kind of the first value that is no plain one."""
+    plain = bool | int | float | str
+    return next(type(one).__name__ for one in listed if not isinstance(one, plain))
 
 
 def parse(name: str, kind: Any, text: str) -> Any:

@@ -78,6 +78,9 @@ def train(
     """
     config, learner = run.config, run.learner
     with ExitStack() as stack:
+        if run.desk is not None:
+            stack.callback(run.desk.task.close)
+            stack.callback(run.desk.sampler.close)
         stack.callback(run.source.close)
         files = None
         with run.ranks.together():
