@@ -16,7 +16,7 @@ run/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -49,7 +49,7 @@ from windage.llm.tasks.index import get as task_of
 from windage.llm.tasks.protocol import Split
 from windage.llm.verify import Scale
 
-PROBES = 8
+PROBES, LONGEST = 8, 64
 Sequences = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -68,6 +68,8 @@ class Run:
         shadows: entries logged beside the recipe.
         start, steps: the first step, and the one after the last.
         ranks: processes.
+        probes: prompts and responses on which sampler and trainer are compared after a sync: the
+            last that were drawn, since unlikely tokens are where rounding alone makes gaps.
     """
 
     config: Config
@@ -81,6 +83,19 @@ class Run:
     start: int
     steps: int
     ranks: Ranks
+    probes: Sequences = field(default_factory=list)
+
+    def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Compare on some of these responses from now on."""
+        drawn = [row for row in rows if len(row["response_ids"])]
+        chosen = drawn[:: max(1, len(drawn) // PROBES)][:PROBES]
+        self.probes = [
+            (
+                tuple(int(i) for i in row["prompt_ids"]),
+                tuple(int(i) for i in row["response_ids"][:LONGEST]),
+            )
+            for row in chosen
+        ]
 
     @property
     def checkpoints(self) -> Path:
@@ -105,7 +120,7 @@ class Run:
         sequences: Sequences = []
         with ranks.together():
             if self.desk is not None:
-                sequences = _probes(self.config, known, self.desk)
+                sequences = self.probes or _probes(self.config, known, self.desk)
         if self.desk is None and not ranks.sharded:
             return None
         sequences = ranks.same(sequences) if ranks.sharded else sequences

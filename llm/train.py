@@ -92,6 +92,7 @@ def train(
             done, clock = step + 1, time.perf_counter()
             drawn = _rollouts(run, step)
             waited = time.perf_counter() - clock
+            run.remember(drawn.rows)
             learner.prepare(drawn.rows)
             judged = learner.appraise(drawn.rows, step)
             outcomes = list(_outcomes(run, drawn, step))
