@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -147,16 +148,16 @@ def run(arguments: argparse.Namespace) -> int:
         from windage.llm.measure import document, study
 
         made = study.ready(request, task)
-        told = study.tried(made)
-        print(in_words(told), file=sys.stderr)
+        made = replace(made, cost=study.tried(made))
+        print(in_words(made.cost), file=sys.stderr)
         if arguments.dry_run:
-            print(json.dumps({"schema": "windage/measure/1", "rows": [], "cost": told}))
+            print(json.dumps({"schema": document.SCHEMA, "rows": [], "cost": made.cost}))
             return 0
         start = time.perf_counter()
         with _folder(arguments) as folder:
             measure(made, folder)
             spent = time.perf_counter() - start
-            found = document.document(made, folder, spent) | {"cost": told}
+            found = document.document(made, folder, spent)
             deliver(found | {"toy": toy.compared(found)}, arguments)
     finally:
         task.close()

@@ -1,7 +1,7 @@
 """Who samples: the policy itself, or something near it that the trainer takes for it or corrects.
 
     policy                     the weights and the distribution whose gradient is wanted
-    checkpoint:path=FOLDER     other weights of the same model, such as those of some steps ago
+    checkpoint:path=FOLDER     other weights, such as those of some steps ago, with the same tokens
     rounded:bits=B             each row of each linear layer but the output's to B bits, to nearest
     bfloat16                   weights and arithmetic of the sampler in that format
     temperature:t=T            draws at T that the trainer does not know of: ratios are left at 1
@@ -149,7 +149,6 @@ def sampler_of(behavior: Behavior, loaded: Loaded, *, batch: int, longest: int) 
     import torch
 
     from windage.llm import models
-    from windage.llm.samplers.protocol import SamplerFault
     from windage.llm.samplers.transformers import TransformersSampler
 
     told = behavior.settings
@@ -160,25 +159,20 @@ def sampler_of(behavior: Behavior, loaded: Loaded, *, batch: int, longest: int) 
         return VllmSampler(
             loaded.path, stop_ids=loaded.stop_ids, dtype=dtype, batch=batch, longest=longest
         )
+    source = loaded
+    if behavior.kind == "checkpoint":
+        source = models.load(Path(told["path"]), device=str(loaded.device))
+        if source.fingerprint != loaded.fingerprint:
+            raise BadInput(
+                f"{behavior.name!r}: its tokenizer is not that of {loaded.path!r}; allowed: models "
+                "with the same tokens"
+            )
     made = TransformersSampler(
-        loaded.policy.base,
+        source.policy.base,
         stop_ids=loaded.stop_ids,
         batch=batch,
         autocast=torch.bfloat16 if behavior.kind == "bfloat16" else None,
     )
-    weights = models.weights(loaded.policy)
-    if behavior.kind == "rounded":
-        weights = rounded(weights, int(told["bits"]))
-    if behavior.kind == "checkpoint":
-        other = models.load(Path(told["path"]), device=str(loaded.device))
-        if other.fingerprint != loaded.fingerprint:
-            raise BadInput(
-                f"{behavior.name!r}: its tokenizer is not that of {loaded.path!r}; allowed: "
-                "weights of the same model"
-            )
-        weights = models.weights(other.policy)
-    try:
-        made.load(weights, 0)
-    except SamplerFault as problem:
-        raise BadInput(f"{behavior.name!r}: {problem}") from None
+    weights = models.weights(source.policy)
+    made.load(rounded(weights, int(told["bits"])) if behavior.kind == "rounded" else weights, 0)
     return made

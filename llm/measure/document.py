@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windage.llm.measure import moments, store
+from windage.llm.measure import baselines, moments, store
 from windage.llm.measure.behavior import Behavior
 from windage.llm.measure.moments import SIGMAS, Averages, Jackknife
 from windage.llm.measure.plan import UNBIASED
@@ -77,9 +77,21 @@ def document(study: Ready, folder: Path, seconds: float) -> Row:
         "gradient": gradient,
         "samplers": samplers,
         "rows": rows,
+        "baselines": _baselines(study, folder, resolved=gradient["resolved"]),
         "cost": study.cost,
         "seconds": seconds,
     }
+
+
+def _baselines(study: Ready, folder: Path, *, resolved: bool) -> list[Row]:
+    """Shares of the possible variance reduction, on the policy's own responses."""
+    found: list[Row] = []
+    for size in study.request.group_sizes:
+        if size <= study.request.references:
+            prompts = range(study.request.prompts)
+            place = [store.read(folder, p, baselines.SAMPLER, size) for p in prompts]
+            found += baselines.rows(place, size, resolved=resolved)
+    return found
 
 
 def _mean(place: Place, name: str, key: str) -> float:
@@ -118,7 +130,7 @@ def _gradient(place: Place) -> Row:
             kept=ones,
         )
     )
-    square, error = float(found.whole["gradient_square"]), float(found.error("gradient_square"))
+    square, error = float(found.value("gradient_square")), float(found.error("gradient_square"))
     low, high = (float(x) for x in moments.interval(found, "gradient_square"))
     return {
         "norm": math.sqrt(max(0.0, square)),
@@ -183,7 +195,7 @@ def _root(value: float | None) -> float | None:
 
 def _row(found: Jackknife, wanted: float, size: int) -> Row:
     """Figures, standard errors, intervals, and what they decide."""
-    square = float(found.whole["gradient_square"])
+    square = float(found.value("gradient_square"))
     told = square > SIGMAS * float(found.error("gradient_square"))
     row: Row = {"reason": None if told else "the gradient is not told from 0: more prompts"}
     errors: dict[str, float | None] = {}
@@ -191,7 +203,9 @@ def _row(found: Jackknife, wanted: float, size: int) -> Row:
     for name in (*PLAIN, *LENGTHS):
         key = LENGTHS.get(name, name)
         absolute = key in ("variance", "variance_within", "drift_square")
-        value = _plain(found.whole[key]) if told or absolute else None
+        value = _plain(found.value(key)) if told or absolute else None
+        if name == "cosine" and value is not None:
+            value = max(-1.0, min(1.0, value))
         error = None if value is None else _plain(found.error(key))
         ends = None if value is None else [_plain(x) for x in moments.interval(found, key)]
         if name in LENGTHS:
@@ -227,7 +241,7 @@ def _needed(row: Row, square: float, wanted: float, size: int) -> Row:
 def _paired(best: str, mine: Jackknife, other: Jackknife) -> Row:
     """Differences from the entry of most merit on the same responses."""
     apart = mine.minus(other)
-    difference = {name: _plain(apart.whole[name]) for name in PAIRED}
+    difference = {name: _plain(apart.value(name)) for name in PAIRED}
     errors = {name: _plain(apart.error(name)) for name in PAIRED}
     gap, error = difference["merit"], errors["merit"]
     told = None if gap is None or error is None else abs(gap) > SIGMAS * error

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from windage.estimators.advantage import constant
 from windage.estimators.batch import Batch
+from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Coefficients, Estimator
 from windage.estimators.member import use
 from windage.llm.logprobs import LogProbs
@@ -190,9 +191,9 @@ def estimates(
         groups = in_groups(batch, size)
         ones = replace(groups, rewards=torch.ones_like(groups.rewards))
         for name, estimator in estimators.items():
-            made = estimator(groups)
+            made = _weighed(estimator, groups)
             kept[size, name] = _kept(estimator, made)
-            for drift, weighed in ((False, made), (True, drift_of(estimator)(ones))):
+            for drift, weighed in ((False, made), (True, _weighed(drift_of(estimator), ones))):
                 places.append((size, name, drift))
                 tables.append(_table(weighed, batch))
     sums = [tables[0].new_zeros((len(passes) // s, probe.sketch.size)) for s, _, _ in places]
@@ -210,6 +211,18 @@ def estimates(
         )
         for (size, name), used in kept.items()
     }
+
+
+def _weighed(estimator: Estimator, groups: Batch) -> Coefficients:
+    """An entry's coefficients.
+
+    Raises:
+        BadInput: it cannot weigh these responses; names it.
+    """
+    try:
+        return estimator(groups)
+    except ValueError as problem:
+        raise BadInput(f"{estimator.name}: {problem}") from None
 
 
 def _of_response(rows: Float[Tensor, "N W"], batch: Batch, number: int) -> Float[Tensor, "N w"]:
@@ -242,8 +255,8 @@ def _kept(estimator: Estimator, made: Coefficients) -> Float[Tensor, " M"]:
 
 def reference(
     batch: Batch, passes: Sequence[Passed], probe: Probe
-) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-    """An estimate of the gradient of J from the policy's own responses, and their mean score.
+) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"], Float[Tensor, "R k"]]:
+    """An estimate of the gradient of J from the policy's own responses, their mean score, and each.
 
         1/R sum over i of (r[i] - mean of the others' r) grad log pi(y[i])
 
@@ -254,7 +267,7 @@ def reference(
     rewards = batch.rewards[0].double()
     count = len(rewards)
     advantages = (rewards - rewards.mean()) * count / (count - 1)
-    return advantages @ scores / count, scores.mean(0)
+    return advantages @ scores / count, scores.mean(0), scores
 
 
 def _scores(batch: Batch, passes: Sequence[Passed], probe: Probe) -> Iterator[Float[Tensor, "1 k"]]:

@@ -63,6 +63,12 @@ class Jackknife:
     whole: Values
     left: Values
 
+    def value(self, name: str) -> Tensor:
+        """A figure less its bias of order 1 / P, which quotients have."""
+        left = self.left[name]
+        count = left.shape[-1]
+        return count * self.whole[name] - (count - 1) * left.mean(-1)
+
     def error(self, name: str) -> Tensor:
         """Standard error of a figure."""
         left = self.left[name]
@@ -213,10 +219,10 @@ def interval(found: Jackknife, name: str) -> tuple[Tensor, Tensor]:
     """Limits between which a figure's true value lies 95 times in 100."""
     if name == "cosine":
         low, high = interval(found, "relative_bias_rescaled_square")
-        sign = found.whole["scale"].sign()
+        sign = found.value("scale").sign()
         ends = [sign / (1 + end.clamp(min=0)).sqrt() for end in (low, high)]
         return torch.minimum(*ends), torch.maximum(*ends)
-    middle = found.whole[name]
+    middle = found.value(name)
     if name in LOGARITHMS:
         logs = Jackknife(whole={}, left={name: found.left[name].clamp(min=1e-300).log()})
         times = logs.reach(name).exp()

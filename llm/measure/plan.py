@@ -203,7 +203,8 @@ def cost(request: Request, count: int, parameters: int) -> dict[str, Any]:
         "parameters": parameters,
         "sketch": numbers,
         "vectors": 2 * count + 14,
-        "disk": 4 * numbers * request.prompts * (tables * len(request.samplers) + 2),
+        "disk": 4 * numbers * request.prompts * (tables * len(request.samplers) + 2)
+        + 8 * numbers * request.prompts * len(request.group_sizes),
         "rows": tables * (1 + request.largest // min(request.group_sizes)) + most,
     }
 

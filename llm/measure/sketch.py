@@ -49,10 +49,13 @@ class Sketch:
 
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
         """The sketch `[size]` of a gradient that is given parameter by parameter."""
-        flat = torch.cat([g.flatten() for g in gradients])
         if self.codes is None:
-            return flat.cpu()
-        sums = flat.new_zeros(2 * self.size).index_add_(0, self.codes, flat)
+            return torch.cat([g.flatten() for g in gradients]).cpu()
+        sums, start = gradients[0].new_zeros(2 * self.size), 0
+        for gradient in gradients:
+            part = self.codes[start : start + gradient.numel()]
+            sums.index_add_(0, part, gradient.reshape(-1))
+            start += gradient.numel()
         return (sums[: self.size] - sums[self.size :]).cpu()
 
 

@@ -12,6 +12,9 @@ A row of such a file is one sampler, group size and entry:
     mean, drift                  sketches; entry "": the gradient's own estimate, and the mean score
     tokens, reward, weight, weight_square, gap    entry "": averages over the responses: tokens,
                                  reward, ratio of policy to sampler, its square, log-ratio a token
+
+The sampler `baselines` is the policy in the place of its own sampler, its entries those of
+`baselines.measured`.
 """
 
 from __future__ import annotations

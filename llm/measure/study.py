@@ -22,7 +22,7 @@ from windage.estimators.batch import Batch
 from windage.estimators.estimator import Estimator
 from windage.llm import models, rollouts
 from windage.llm.draw import Desk, Row, draw
-from windage.llm.measure import plan, sketch, store
+from windage.llm.measure import baselines, plan, sketch, store
 from windage.llm.measure.behavior import Behavior, sampler_of, sampling_of
 from windage.llm.measure.estimates import Estimates, Passed, Probe, estimates, known, reference
 from windage.llm.models import Loaded, Lora
@@ -87,7 +87,9 @@ def ready(request: plan.Request, task: Task) -> Ready:
     """
     entries = plan.entries(request.check())
     lora = Lora(rank=request.lora_rank) if request.parameters == "lora" else None
-    loaded = models.load(request.model, dtype=request.dtype, device=request.device, lora=lora)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)  # of new adapters
+        loaded = models.load(request.model, dtype=request.dtype, device=request.device, lora=lora)
     named = sketch.select(loaded, request.parameters)
     count = sum(p.numel() for p in named.values())
     cost = plan.cost(request, len(entries), count)
@@ -254,12 +256,13 @@ def measured(study: Ready, folder: Path, prompt: int) -> list[store.Row]:
         return list(rollouts.read(place, tokenizer=tokenizer, only=[prompt]))
 
     batch, passes = passed(study.probe, rows_of(OWN), told=True)
-    gradient, score = reference(batch, passes, study.probe)
-    found = [
+    gradient, score, scores = reference(batch, passes, study.probe)
+    found: list[store.Row] = [
         {"sampler": "", "group_size": 0, "entry": ""}
         | _about(batch)
         | {"groups": 0, "mean": gradient.numpy(), "drift": score.numpy()}
     ]
+    found += baselines.measured(batch, scores, study.request.group_sizes)
     del passes
     for behavior in study.request.samplers:
         found += _data(study, behavior, rows_of(behavior))
