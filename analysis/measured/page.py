@@ -46,6 +46,16 @@ MISLED = (
     Column(key="toy_ratio", label="by the toy,\ntimes", keep=5),
     Column(key="measured_ratio", label="measured,\ntimes", keep=5),
 )
+BASELINES = (
+    Column(key="baseline", label="baseline", keep=9),
+    Column(key="group_size", label="G", keep=8),
+    Column(key="share", label="share", percent=True, keep=7),
+    Column(key="error", label="standard\nerror", percent=True, keep=6),
+    Column(key="variance", label="variance", keep=4),
+    Column(key="scale", label="scale", keep=3),
+    Column(key="relative_bias", label="relative\nbias", keep=5),
+    Column(key="reason", label="", keep=1),
+)
 FORMULA = """\
 <E x, E y> = sum over prompts p != q of <x[p], y[q]> / (P (P - 1))      no noise in squared lengths
 relative bias = |E g - grad J| / |grad J|     variance = E|g|^2 - |E g|^2, one group of any prompt
@@ -150,6 +160,17 @@ def verdict(document: Document) -> str:
     )
 
 
+def baselines(document: Document) -> Table:
+    """How much of the possible variance reduction each baseline reaches."""
+    return Table(
+        columns=BASELINES,
+        rows=[row | {"error": row["standard_error"]} for row in document["baselines"]],
+        caption="Of groups of one prompt, drawn by the policy itself: 0 % without a baseline, "
+        "100 % with the best constant of each prompt. Variance and bias are after dividing by the "
+        "scale.",
+    )
+
+
 def gradient(document: Document) -> str:
     """The gradient that everything is held against."""
     found = document["gradient"]
@@ -202,6 +223,9 @@ def page(document: Document) -> Page:
         for name in names
         for size in sizes
     ]
+    if document.get("baselines"):
+        title = "Share of the possible variance reduction"
+        sections.append(Section(title=title, table=baselines(document)))
     return Page(
         title=f"Estimators measured on {document['model']}",
         intro=(

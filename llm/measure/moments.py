@@ -150,7 +150,7 @@ def quieted(
     return mix @ inner @ mix.mT
 
 
-def _left_out(parts: Float[Tensor, "*run P"]) -> Float[Tensor, "*run L"]:
+def left_out(parts: Float[Tensor, "*run P"]) -> Float[Tensor, "*run L"]:
     """Averages over all prompts and over all but one."""
     total = parts.sum(-1, keepdim=True)
     sums = torch.cat([total, total - parts], -1)
@@ -172,14 +172,14 @@ def figures(found: Averages) -> Jackknife:
     A quotient without meaning is NaN; squares may be below 0 by noise.
     """
     inner = quieted(*products(found.vectors))
-    kept = _left_out(found.kept)
+    kept = left_out(found.kept)
     m2 = inner[..., MEAN, MEAN] / kept**2
     along = inner[..., MEAN, GRADIENT] / kept
     g2 = inner[..., GRADIENT, GRADIENT]
-    square = _left_out(found.square) / kept
+    square = left_out(found.square) / kept
     variance = square - m2
     scale = along / g2
-    within = _left_out(found.square) - _left_out(found.pair)
+    within = left_out(found.square) - left_out(found.pair)
     again = (found.kept < 1).any(-1, keepdim=True)
     values = {
         "gradient_square": g2,
