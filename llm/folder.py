@@ -121,8 +121,11 @@ def whole(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
+    """Of the packages that figures depend on, and the threads that their last digits do."""
+    from torch import get_num_threads
+
     found = {"python": platform.python_version(), "machine": platform.machine()}
+    found["threads"] = str(get_num_threads())
     for name in PACKAGES:
         try:
             found[name] = version(name)

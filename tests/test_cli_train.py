@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -93,8 +94,7 @@ def go(folder: Path, model: Path, **changes: object) -> int:
 
 
 def told(folder: Path) -> dict[str, object]:
-    """What a run left, but for its clock, its place, and Python's generator, of which the suite's
-    checks of shapes draw."""
+    """What a run left, but for its clock, its place, and generators that the suite draws from."""
     found: dict[str, object] = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "run.lock"):
         name = path.relative_to(folder).as_posix()
@@ -324,18 +324,23 @@ def test_json_is_one_document_that_says_what_it_was_made_of(model, parity, tmp_p
     assert found["config"]["train"]["steps"] == len(found["rows"]) == 2
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_same_seed_gives_the_same_run(threads, model, parity, tmp_path):
+@pytest.mark.parametrize(
+    ("threads", "count"),
+    [(1, 2), *(pytest.param(n, 20, marks=pytest.mark.long) for n in (1, 2))],
+)
+def test_the_same_seed_gives_the_same_run(threads, count, model, parity, tmp_path):
+    """With as many threads: sums in another order are other in their last digits."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         runs = []
-        for name in ("a", "b"):
-            assert go(tmp_path / name, model) == 0
-            runs.append(told(tmp_path / name))
+        for number in range(count):
+            assert go(tmp_path / f"{number}", model) == 0
+            runs.append(told(tmp_path / f"{number}"))
     finally:
         torch.set_num_threads(before)
-    assert runs[0] == runs[1]
+    assert all(one == runs[0] for one in runs)
+    assert json.loads(runs[0]["versions.json"])["threads"] == str(threads)
     assert any(record["update/gradient_norm"] > 0 for record in runs[0]["metrics.jsonl"])
 
 
@@ -452,10 +457,15 @@ def largest_file(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_in_a_line_and_the_run_goes_on(model, parity, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "sizes",
+    [(600, 9000), pytest.param((0, 100, 300, *range(1000, 11000, 500)), marks=pytest.mark.long)],
+    ids=["two", "many"],
+)
+def test_a_full_disk_ends_in_a_line_and_the_run_goes_on(sizes, model, parity, tmp_path, capsys):
     whole = tmp_path / "whole"
     assert go(whole, model, run__save_every=1) == 0
-    for size in (0, 100, 600, 4000, 9000):
+    for size in sizes:
         folder = tmp_path / f"{size}"
         capsys.readouterr()
         with largest_file(size):
@@ -472,23 +482,30 @@ def test_a_full_disk_ends_in_a_line_and_the_run_goes_on(model, parity, tmp_path,
 
 
 @pytest.mark.parametrize("how", ["stop", "skip"])
-def test_a_sampler_that_returns_nan_stops_the_run_or_is_set_aside(
+def test_a_sampler_that_returns_nan_ends_the_run_or_is_set_aside(
     how, model, parity, tmp_path, monkeypatch, capsys
 ):
-    from windage.llm.samplers import transformers as sampler
+    real = TransformersSampler.sample
 
-    real = sampler.behavior
+    def poisoned(self, requests, sampling, between=None):
+        groups = [list(group) for group in real(self, requests, sampling, between)]
+        spoiled = torch.full_like(groups[0][0].behavior_logp, torch.nan)
+        groups[0][0] = replace(groups[0][0], behavior_logp=spoiled)
+        return groups
 
-    def poisoned(*arguments, **settings):
-        found = real(*arguments, **settings)
-        return found * float("nan") if len(found) > 1 else found
-
-    monkeypatch.setattr(sampler, "behavior", poisoned)
+    monkeypatch.setattr(TransformersSampler, "sample", poisoned)
     capsys.readouterr()
     status = go(tmp_path / "run", model, train__on_nonfinite=how)
     out, err = capsys.readouterr()
-    assert status == 2 and out == "" and err.splitlines()[-1].startswith("windage train: ")
-    assert "nan" in err.lower() or "finite" in err
+    if how == "stop":
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "behavior_logp of the response" in err and "is nan" in err
+        return
+    assert status == 0
+    reasons = pq.read_table(tmp_path / "run" / "rollouts")["rejected"].to_pylist()
+    assert reasons.count("not finite") == 2 and reasons.count(None) == 6
+    faults = (tmp_path / "run" / "nonfinite.jsonl").read_text()
+    assert faults.count("\n") == 2 and "behavior_logp" in faults
 
 
 def test_help_and_refusals_load_nothing_heavy():
