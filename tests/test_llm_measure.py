@@ -230,7 +230,7 @@ def test_gradients_through_hidden_states_are_those_of_the_loss():
     rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double()
     both = [
         Probe(policy=model, parameters=block, sketch=exactly, through=through).pull(
-            Passed(found, hidden), rows
+            Passed(found, hidden, ids[0, 2:], heads), rows
         )
         for through in (True, False)
     ]
@@ -342,7 +342,7 @@ def test_a_study_has_a_row_an_entry_and_sampler(study):
     assert (study[0] / "measure.parquet").exists()
     shares = {row["baseline"]: row for row in found["baselines"]}
     assert {"none", "best constant", "rloo", "opo", "score_weighted"} <= set(shares)
-    assert shares["none"]["variance"] > shares["best constant"]["variance"]
+    assert {row["reason"] is None for row in shares.values()} == {False}  # no reward was earned
     assert "possible variance reduction" in (study[0] / "measure.html").read_text()
 
 
