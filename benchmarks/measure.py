@@ -54,9 +54,9 @@ def flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/measure"))
     parser.add_argument("--digits", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--references", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--references", type=int, default=24)
     parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--sketch", type=int, default=2048)
@@ -65,7 +65,7 @@ def flags() -> argparse.Namespace:
     found = parser.parse_args()
     if found.quick:
         found.steps, found.prompts, found.references, found.responses = 2, 3, 4, 4
-        found.max_tokens, found.sketch, found.folder = 6, 512, Path("runs/measure-quick")
+        found.max_tokens, found.sketch, found.folder = 6, 512, found.folder / "quick"
     return found
 
 
@@ -88,7 +88,7 @@ def trained(told: argparse.Namespace, lags: tuple[int, ...]) -> list[float]:
         sampling=SamplingSection(max_tokens=told.max_tokens),
         train=TrainSection(
             steps=told.steps,
-            prompts=2 if quick else 16,
+            prompts=2 if quick else 8,
             group_size=4 if quick else 8,
             micro_batch=32,
             learning_rate=told.learning_rate,

@@ -31,10 +31,12 @@ Row = dict[str, Any]
 
 
 class Passed(NamedTuple):
-    """One response's forward pass, to be differentiated several times."""
+    """One response's forward pass, to be differentiated several times, and what was asked."""
 
     found: LogProbs
     hidden: Tensor
+    targets: Tensor
+    head_ids: Tensor | None
 
 
 @final
@@ -65,20 +67,22 @@ class Probe:
         for number in range(len(rows)):
             packed = responses.packed(torch.tensor([number]))
             heads = None if batch.head_ids is None else batch.head_ids[0, number]
+            own = None if heads is None else heads[packed.asked[0]].to(device)
+            targets = packed.targets.to(device)
             found, hidden = self.policy(
                 packed.ids.to(device),
                 packed.attention.to(device),
                 packed.places.to(device),
-                packed.targets.to(device),
-                None if heads is None else heads[packed.asked[0]].to(device),
+                targets,
+                own,
                 self.temperature,
             )
-            out.append(Passed(found, hidden))
+            out.append(Passed(found, hidden, targets, own))
         return out
 
     def pull(self, passed: Passed, rows: Float[Tensor, "r W"]) -> Float[Tensor, "r k"]:
         """Sketches of sum over t of C[t] grad log pi(t), and of head tokens, for rows C."""
-        found, hidden = passed
+        found, hidden, *_ = passed
         tokens = len(found.logp)
         by_hidden = None
         out = rows.new_zeros((len(rows), self.sketch.size))
@@ -93,7 +97,7 @@ class Probe:
                     (by_hidden,) = torch.autograd.grad(found.logp, hidden, ones, retain_graph=True)
                 pulled = by_hidden * own.unsqueeze(-1).to(by_hidden)
                 if head is not None:
-                    pulled = pulled + _by(found.head_logp, [hidden], head)[0]
+                    pulled = pulled + self._by_head(passed, head, by_hidden)
                 parts = _by(hidden, self.parameters, pulled)
             else:
                 parts = _by(found.logp, self.parameters, own)
@@ -102,6 +106,25 @@ class Probe:
                     parts = [a + b for a, b in zip(parts, more, strict=True)]
             out[n] = self.sketch(parts).to(out)
         return out
+
+    def _by_head(self, passed: Passed, weights: Tensor, by_hidden: Tensor) -> Tensor:
+        """The gradient, by hidden states h, of a weighted sum over head tokens v.
+
+            d log pi(v) / dh = s W[v] - m,    m = s W[y] - d log pi(y) / dh
+
+        with W the output matrix and y the sampled token, whose gradient is known: no second pass
+        over the vocabulary, but where logits are bounded smoothly.
+        """
+        found, hidden, targets, head_ids = passed
+        scale, softcap = self.policy.shape
+        if softcap is not None or head_ids is None:
+            return _by(found.head_logp, [hidden], weights)[0]
+        matrix = self.policy.base.get_output_embeddings().weight.detach()
+        s = scale / self.temperature
+        there = torch.where(head_ids >= 0, weights, 0.0).to(by_hidden)
+        mean = s * matrix[targets].to(by_hidden) - by_hidden
+        rows = matrix[head_ids.clamp(min=0)].to(by_hidden)
+        return s * (there.unsqueeze(-1) * rows).sum(-2) - there.sum(-1, keepdim=True) * mean
 
 
 def _by(output: Any, inputs: Sequence[Tensor], weights: Tensor) -> list[Tensor]:

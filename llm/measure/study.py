@@ -155,7 +155,7 @@ def passed(probe: Probe, rows: Sequence[Row], *, told: bool) -> tuple[Batch, lis
 def deviation(probe: Probe, passes: Sequence[Passed]) -> float:
     """Root mean square of |z|^2 / |g|^2 - 1 over the scores of some responses."""
     gaps = []
-    for found, _ in passes:
+    for found, *_ in passes:
         parts = torch.autograd.grad(
             found.logp.sum(), list(probe.parameters), retain_graph=True, materialize_grads=True
         )
