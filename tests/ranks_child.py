@@ -350,7 +350,7 @@ def work(base: Path, world: str, names: list[str]) -> None:
 
     torch.set_num_threads(1)
     run.task_of = lambda name, settings: Parity()
-    faulthandler.dump_traceback_later(100, exit=True)
+    faulthandler.dump_traceback_later(600, exit=True)
     ranks, wrap, _ = processes.join("cpu")
     place = Place(base, world, ranks, wrap)
     with processes.leaving(ranks):

@@ -22,7 +22,7 @@ from training_harness import content, different
 from windage.llm import processes
 from windage.llm.ranks import ALONE, Ranks
 
-SECONDS = 300
+SECONDS = 1200
 CLOSE = 1e-6
 
 
