@@ -166,8 +166,7 @@ def read(folder: Path, name: str) -> Run:
             return b""
         except OSError as problem:
             raise BadInput(
-                f"{str(folder / file)!r} cannot be read: {problem.strerror}; allowed: the folder "
-                "of a run"
+                f"{str(folder / file)!r} cannot be read: {problem.strerror}; allowed: a run's file"
             ) from None
         hashes[file] = hashlib.sha256(found).hexdigest()
         return found
