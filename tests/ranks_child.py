@@ -18,6 +18,7 @@ import shutil
 import socket
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
 
 WORLDS = {"one": 1, "two": 2, "sharded": 2, "three": 3}
@@ -215,6 +216,23 @@ def faults(place: Place) -> dict:
     return found
 
 
+@contextmanager
+def full_disk():
+    """No room for checkpoints."""
+    real = Path.mkdir
+
+    def no_room(path, *arguments, **settings):
+        if path.name == "checkpoints":
+            raise OSError(28, "No space left on device")
+        return real(path, *arguments, **settings)
+
+    Path.mkdir = no_room
+    try:
+        yield
+    finally:
+        Path.mkdir = real
+
+
 def refusals(place: Place) -> dict:
     """What one process refuses: its line, everywhere."""
     from windage.estimators.errors import BadInput
@@ -254,19 +272,9 @@ def refusals(place: Place) -> dict:
         line("coefficient", lambda: ready.learner.update(rows))
     finally:
         update.token_coefficients = real
-    full = Path.mkdir
     ready = place.start(place.configuration("full", recipe={"name": "token_tis"}))
-
-    def no_room(path, *arguments, **settings):
-        if path.name == "checkpoints":
-            raise OSError(28, "No space left on device")
-        return full(path, *arguments, **settings)
-
-    Path.mkdir = no_room
-    try:
+    with full_disk():
         line("disk", lambda: train.train(ready))
-    finally:
-        Path.mkdir = full
     line("folder", lambda: place.start(place.configuration("full")))
     return found
 
