@@ -6,7 +6,7 @@
     .venv/bin/python benchmarks/critic.py learning --model models/SmolLM2-135M-Instruct
                                                         two-digit sums, after `make model`; on a
                                                         quiet machine with two cores, under 20 min
-    ... --recipes rloo ppo --steps 2 --seeds 1          a part of it
+    ... --recipes rloo ppo --steps 3 --responses 8 --seeds 1          a part of it
 
 N responses are N / G groups of G responses, or N prompts with a response each and a critic that
 learns along.  Each part replaces its own rows of benchmarks/results/critic.json.
@@ -288,23 +288,23 @@ def variance() -> list[dict[str, Any]]:
 # Learning ----------------------------------------------------------------------------------------
 
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
-    "rloo": {"recipe": {"name": "rloo"}, "train": {"prompts": 8, "group_size": 8}},
+    "rloo": {"recipe": {"name": "rloo"}, "train": {"group_size": 8}},
     "ppo": {
         "recipe": {"name": "ppo", "settings": {"lam": 1.0}},
-        "train": {"prompts": 64, "group_size": 1},
+        "train": {"group_size": 1},
         "critic": {"kind": "head", "passes": 2, "warmup": 2},
     },
     "ppo, lam 0.95": {
         "recipe": {"name": "ppo"},
-        "train": {"prompts": 64, "group_size": 1},
+        "train": {"group_size": 1},
         "critic": {"kind": "head", "passes": 2, "warmup": 2},
     },
     "ppo, a model as critic": {
         "recipe": {"name": "ppo", "settings": {"lam": 1.0}},
-        "train": {"prompts": 64, "group_size": 1},
+        "train": {"group_size": 1},
         "critic": {"kind": "model", "passes": 2, "minibatches": 2, "warmup": 2},
     },
-    "reinforce": {"recipe": {"name": "reinforce"}, "train": {"prompts": 64, "group_size": 1}},
+    "reinforce": {"recipe": {"name": "reinforce"}, "train": {"group_size": 1}},
 }
 SMALL: dict[str, dict[str, Any]] = {
     "task": {"settings": {"digits": 1, "operators": "+"}},
@@ -314,7 +314,7 @@ SMALL: dict[str, dict[str, Any]] = {
 LARGE: dict[str, dict[str, Any]] = {
     "model": {"autocast": "bfloat16"},
     "task": {"settings": {"digits": 2, "operators": "+"}},
-    "sampling": {"max_tokens": 16, "dtype": "bfloat16"},
+    "sampling": {"max_tokens": 16, "dtype": "bfloat16", "batch": 64},
     "train": {"steps": 12, "learning_rate": 1e-5, "micro_batch": 32, "max_grad_norm": 0.0},
 }
 EXPLAINED = "critic/explained_variance"
@@ -371,12 +371,14 @@ def learning(
     names: list[str],
     *,
     steps: int,
+    responses: int,
     seeds: int,
     rate: float,
 ) -> Iterator[dict[str, Any]]:
     """A row a recipe: mean reward over the last quarter of the steps, and over all, by seed.
 
     Args:
+        responses: of a step.
         rate: learning rate of a critic with a trunk of its own.
     """
     for name in names:
@@ -387,7 +389,10 @@ def learning(
                 base = configs.build(RECIPES[name], configs.build(told))
                 changes: dict[str, Any] = {
                     "model": {"path": str(model), "device": "cpu"},
-                    "train": {"steps": steps or base.train.steps},
+                    "train": {
+                        "steps": steps or base.train.steps,
+                        "prompts": responses // base.train.group_size,
+                    },
                     "critic": {"learning_rate": rate if base.critic.kind == "model" else 0.0},
                     "run": {"folder": f"{folder}/run", "seed": seed, "card": False},
                 }
@@ -405,7 +410,7 @@ def learning(
             "model": model.name,
             "recipe": name,
             "steps": len(rewards),
-            "responses": 64 * len(rewards),
+            "responses": responses * len(rewards),
             "first": first,
             "last_quarter": late,
             "all_steps": whole,
@@ -457,6 +462,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--recipes", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--responses", type=int, default=BATCH, help="of a step")
     parser.add_argument("--seeds", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1 if asked.model is None else torch.get_num_threads())
@@ -470,8 +476,16 @@ def main() -> None:
         model = made(Path(folder) / "small") if asked.model is None else asked.model
         seeds = asked.seeds or (3 if asked.model is None else 1)
         rate = 5e-4 if asked.model is None else 1e-5
-        for row in learning(model, told, asked.recipes, steps=asked.steps, seeds=seeds, rate=rate):
-            keep("learning", [row], "model", "recipe", "steps")
+        for row in learning(
+            model,
+            told,
+            asked.recipes,
+            steps=asked.steps,
+            responses=asked.responses,
+            seeds=seeds,
+            rate=rate,
+        ):
+            keep("learning", [row], "model", "recipe", "responses")
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def test_minibatches_are_steps_of_their_own_and_moves_beyond_the_limit_earn_noth
 
 def test_what_pulls_the_trunk_is_the_gradient_of_the_value_loss(listed):
     """Scaled, over all tokens, the head held constant; and added to that of the surrogate."""
-    critic, rows, _ = fitted(listed, trunk=0.7, passes=5)
+    critic, rows, _ = fitted(listed, trunk=70.0, passes=5)
     batch, responses = made_of(rows)
     entry, parts = replace(get("ppo"), aggregation=use(token_sum)), micro_batches(batch, 3)
     found = []
@@ -281,7 +281,7 @@ def test_what_pulls_the_trunk_is_the_gradient_of_the_value_loss(listed):
     packed = responses.packed(torch.arange(20))
     _, hidden = listed.model(*packed[:4])
     returns = torch.cat([torch.as_tensor(row["returns"]) for row in rows])
-    (0.35 * (critic.of(hidden) - returns).square().mean()).backward()
+    (35 * (critic.of(hidden) - returns).square().mean()).backward()
     assert_close(found[1] - found[0], gradient_of(listed.model), relative=1e-5)
     assert critic.pull(rows, batch) and fitted(listed)[0].pull(rows, batch) is None
 
