@@ -85,7 +85,7 @@ def uncorrected(estimator: Estimator) -> Estimator:
     Example:
         >>> from windage.estimators.catalogue import get
         >>> uncorrected(get("centered_tis")).describe()
-        'group_mean · token none · token_sum'
+        'group_mean · none · token_sum'
     """
     return replace(estimator, corrections=(Correction(),), centering=None)
 
@@ -171,7 +171,7 @@ def spearman(
 
     Example:
         >>> [round(x, 3) for x in spearman([1, 2, 3, 4, 5], [1, 2, 3, 5, 4])]
-        [0.9, 0.012, 0.994]
+        [0.9, -0.169, 0.996]
     """
     if len(first) < LEAST:
         return None, None, None

@@ -38,7 +38,7 @@ def directions(table: Float[Tensor, "N W"], tolerance: float = TOLERANCE) -> Dir
 
     Example:
         >>> found = directions(torch.tensor([[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]).double())
-        >>> found.rows.shape, [round(float(x), 4) for x in found.mixture]
+        >>> found.rows.shape, [round(float(x), 4) + 0.0 for x in found.mixture]
         (torch.Size([1, 2]), [1.4142, 0.0, 2.8284])
     """
     length = table.norm(dim=-1, keepdim=True)
