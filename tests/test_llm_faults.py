@@ -68,8 +68,8 @@ class Planted:
                 groups[0][1] = replace(groups[0][1], behavior_logp=logp)
             return groups
 
-        def through(responses, policy):
-            forward, spoil = self.passed(responses, policy), self.here == "logp"
+        def through(responses, policy, *others):
+            forward, spoil = self.passed(responses, policy, *others), self.here == "logp"
 
             def passed(numbers):
                 found = forward(numbers)

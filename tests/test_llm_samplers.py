@@ -268,7 +268,7 @@ def test_a_shared_model_is_the_trainers_own_and_keeps_its_mode(model_of):
 
 
 def test_a_copy_of_a_model_with_adapters_takes_their_merged_weights(tmp_path):
-    folder = tiny_language_model.make(tmp_path / "model", "qwen2")
+    folder = tiny_language_model.make(tmp_path / "model")
     loaded = models.load(folder, lora=models.Lora(rank=2))
     with torch.no_grad():
         for name, parameter in loaded.policy.named_parameters():
