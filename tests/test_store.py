@@ -229,7 +229,7 @@ def uninterrupted():
 
 
 def pressed_again(running):
-    """What it said; an interrupt that arrives in a destructor is lost, so a person presses again."""
+    """What it said; an interrupt that arrives in a destructor is lost: press again."""
     while True:
         try:
             return running.communicate(timeout=2)
