@@ -68,6 +68,8 @@ class Run:
         shadows: entries logged beside the recipe.
         start, steps: the first step, and the one after the last.
         ranks: processes.
+        told: updates behind the weights that the sampler was told of last; None: it was told of
+            none yet.
         probes: prompts and responses on which sampler and trainer are compared after a sync: the
             last that were drawn, since unlikely tokens are where rounding alone makes gaps.
     """
@@ -83,6 +85,7 @@ class Run:
     start: int
     steps: int
     ranks: Ranks
+    told: int | None = None
     probes: Sequences = field(default_factory=list)
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -102,14 +105,25 @@ class Run:
         """Their folder."""
         return self.folder / "checkpoints"
 
-    def publish(self) -> None:
-        """Give the source the weights as they are, and see that it takes them."""
-        if self.config.train.mode == "offline":
+    def publish(self, *, asked: bool = False) -> None:
+        """Give the sampler the weights as they are, and see that it takes them.
+
+        No work where they did not move since.
+
+        Args:
+            asked: whether it is about to be asked held-out questions, all that it does offline.
+        """
+        offline = self.config.train.mode == "offline"
+        if self.told == self.learner.updates or (offline and not asked):
             return
         news = self.news()
         with self.ranks.together():
-            if news is not None:
-                self.source.publish(news)
+            if news is not None and self.desk is not None:
+                if offline:
+                    sources.load(self.desk, news)
+                else:
+                    self.source.publish(news)
+        self.told = self.learner.updates
 
     def news(self) -> sources.News | None:
         """The weights as they are, for a sampler; None where this process has none.
@@ -335,6 +349,9 @@ def start(
         start=first,
         steps=steps,
         ranks=ranks,
+        # The rehearsal left the first weights there; a thread keeps what it is told, for a sampler
+        # in place of one that dies.
+        told=None if config.train.mode == "asynchronous" else 0,
     )
     with ranks.together():
         if ranks.first:
@@ -374,6 +391,8 @@ def _store(config: Config, loaded: Loaded, *, head: bool) -> sources.Offline:
 def _load(config: Config, path: str, ranks: Ranks = ALONE) -> Loaded:
     """The policy; one that will be sharded begins on the CPU."""
     told = config.model
+    if told.liger == "on" and ranks.sharded:
+        raise BadInput("model.liger is 'on' under FSDP; allowed: 'auto' or 'off'")
     lora = None
     if told.lora_rank:
         lora = Lora(rank=told.lora_rank, alpha=told.lora_alpha, targets=told.lora_targets)
@@ -386,6 +405,7 @@ def _load(config: Config, path: str, ranks: Ranks = ALONE) -> Loaded:
             device="cpu" if ranks.sharded else told.device,
             lora=lora,
             checkpointing=told.gradient_checkpointing,
+            liger="off" if ranks.sharded else told.liger,
         )
 
 

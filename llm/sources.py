@@ -64,7 +64,10 @@ class Source(Protocol):
         ...
 
     def paused(self) -> AbstractContextManager[Desk | None]:
-        """A time in which nothing is drawn, with the desk that is free then; None: it has none."""
+        """A time in which nothing is drawn, with the desk that is free then; None: it has none.
+
+        Its sampler has the weights that were told of last, and was seen to have them.
+        """
         ...
 
     def close(self) -> None:
@@ -171,10 +174,14 @@ class OneStepOff:
         self._told: News | None = None
 
     def _begin(self, step: int) -> Future[list[Drawn]]:
+        self._take()
+        return self._thread.submit(self._order.ask, self._desk, step)
+
+    def _take(self) -> None:
+        """Load what was kept, while nothing is drawn."""
         if self._told is not None:
             load(self._desk, self._told)
             self._told = None
-        return self._thread.submit(self._order.ask, self._desk, step)
 
     def rows(self, step: int) -> list[Drawn]:
         """Wait for the step; begin the one after it."""
@@ -194,6 +201,7 @@ class OneStepOff:
         """Once the batch that is being drawn is done."""
         if self._next is not None:
             wait([self._next[1]])
+        self._take()
         return nullcontext(self._desk)
 
     def close(self) -> None:
@@ -266,8 +274,8 @@ class Asynchronous:
     def paused(self) -> Iterator[Desk]:
         """Once the groups that are being drawn are done, before the next."""
         with self._drawing:
+            self._settle()
             yield self._desk
-            self._told = self._last  # whatever was loaded in the meantime
 
     def _take(self) -> None:
         """Load what was left, between two tokens; it is checked when no response is open."""
@@ -278,6 +286,13 @@ class Asynchronous:
         if told is not None:
             self._desk.sampler.load(told.weights, told.version, keep_cache=self._keep)
             self._unchecked = told
+
+    def _settle(self) -> None:
+        """While no response is open: load what was left, and see that the sampler has it."""
+        self._take()
+        if self._unchecked is not None:
+            self._unchecked.check(self._desk.sampler)
+            self._unchecked = None
 
     def _work(self, first: int) -> None:
         with suppress(_Stopped):
@@ -302,10 +317,7 @@ class Asynchronous:
     def _drawn(self, step: int) -> list[Drawn]:
         for death in range(DEATHS + 1):
             try:
-                self._take()
-                if self._unchecked is not None:
-                    self._unchecked.check(self._desk.sampler)
-                    self._unchecked = None
+                self._settle()
                 return self._order.ask(self._desk, step, self._take)
             except (BadInput, _Stopped):
                 raise

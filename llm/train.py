@@ -5,7 +5,7 @@ for each step:
     prepare     what the recipe needs of other policies, once
     appraise    what it needs of a critic, which then learns; while it warms up, it alone
     updates     passes x minibatches, each whole groups; the gradient of exactly the estimator
-    publish     the new weights to the sampler, and check that it has them
+    publish     new weights to the sampler, and check that it has them
     record      store, metrics, samples; evaluate and save where they are due
 """
 
@@ -28,7 +28,7 @@ from windage.llm.evaluate import evaluate
 from windage.llm.journal import Journal
 from windage.llm.learner import Outcome, Row
 from windage.llm.run import Run
-from windage.llm.sources import Synchronous, load, shuffled
+from windage.llm.sources import Synchronous, shuffled
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -323,13 +323,11 @@ def _evaluate(run: Run, files: Files | None, step: int) -> None:
     """Ask held-out questions, where that was asked for."""
     if not run.config.evaluate.every:
         return
-    news = run.news()
+    run.publish(asked=True)
     with run.ranks.together():
-        if run.desk is not None and files is not None and news is not None:
+        if run.desk is not None and files is not None:
             with run.source.paused() as free:
-                desk = free or run.desk
-                load(desk, news)
-                found = evaluate(desk, run.config, step)
+                found = evaluate(free or run.desk, run.config, step)
             files.evaluate.write({"step": step, **found})
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_language_model import make
 
 from windage.llm import config, journal, run, sources
+from windage.llm import train as loop
 from windage.llm.draw import Drawn
 from windage.llm.rollouts import read, steps
 from windage.llm.samplers.transformers import TransformersSampler
@@ -180,6 +181,44 @@ def test_a_sampler_without_the_new_weights_stops_the_run(model, tmp_path, monkey
     )
     with refused("the weights of the sampler are stale: at version 1"):
         trained(model, tmp_path / "run")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "offline"])
+def test_weights_are_given_once_and_held_out_questions_meet_the_newest(
+    mode, model, tmp_path, monkeypatch
+):
+    """The rehearsal leaves the first ones; a thread is given them, to keep."""
+    told = {"mode": mode, "max_lag": 2, "learning_rate": 0.02}
+    if mode == "offline":
+        trained(model, tmp_path / "made")
+        told |= {"store": str(tmp_path / "made" / "rollouts")}
+    loads, passes, asked = [], [], []
+    load, score, evaluate = TransformersSampler.load, run.score, loop.evaluate
+
+    def loading(self, weights, version, **settings):
+        loads.append(version)
+        load(self, weights, version, **settings)
+
+    def scoring(*arguments):
+        passes.append(ready.learner.updates if ready else 0)
+        return score(*arguments)
+
+    def asking(desk, *arguments):
+        probes = run._probes(ready.config, ready.loaded, desk)
+        gap = run.probe.gap(desk.sampler, probes, score(ready.loaded, probes))
+        asked.append((desk.sampler.version, ready.learner.updates, gap.largest < 1e-4))
+        return evaluate(desk, *arguments)
+
+    monkeypatch.setattr(TransformersSampler, "load", loading)
+    monkeypatch.setattr(run, "score", scoring)
+    monkeypatch.setattr(loop, "evaluate", asking)
+    ready = None
+    ready = run.start(of(model, tmp_path / "run", train=told, evaluate={"every": 1}))
+    train(ready)
+    ready.publish()
+    wanted = [0, 0, 0] + [0] * (mode == "asynchronous") + [1, 2]
+    assert loads == passes == wanted
+    assert asked == [(n, n, True) for n in range(3)]
 
 
 def test_a_folder_with_a_run_and_a_foreign_store_are_refused(model, tmp_path):
