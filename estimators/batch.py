@@ -52,6 +52,7 @@ ROLLOUT_FIELDS = {
 ROLLOUT_OPTIONAL = {
     "head_ids": "integers by token",
     "head_behavior_logp": "numbers by token",
+    "head_logp": "numbers by token",
     "proximal_logp": "numbers",
     "reference_logp": "numbers",
     "components": "numbers",

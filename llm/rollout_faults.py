@@ -14,6 +14,8 @@ from windage.llm.arrow import parts
 COLUMNS = {**ROLLOUT_FIELDS, **ROLLOUT_OPTIONAL}
 OWN_LENGTH = ("prompt_ids", "components")
 HEAD = ("head_ids", "head_behavior_logp")
+# Log-probabilities of head tokens, which may be -inf.
+HEADS = ("head_behavior_logp", "head_logp")
 # What rounding in half precision may add to a log-probability of 0.
 ROUNDING = 0.01
 LIMITS = {
@@ -31,7 +33,7 @@ LIMITS = {
     "top_k": (1, math.inf),
     "elapsed": (0, math.inf),
     "head_ids": (-1, math.inf),
-    "head_behavior_logp": (-math.inf, ROUNDING),
+    **dict.fromkeys(HEADS, (-math.inf, ROUNDING)),
 }
 Found = Iterator[tuple[int, str]]
 
@@ -59,6 +61,8 @@ def _every(table: pa.RecordBatch, seen: set[str]) -> Found:
         yield from _beyond(name, table[name])
     if HEAD[0] in table.schema.names:
         yield from _heads(table)
+        if HEADS[1] in table.schema.names:
+            yield from _uneven(table, HEADS[1])
     for row, name in enumerate(table["sample_id"].to_pylist()):
         if name in seen:
             yield row, f"sample_id {name!r} occurs twice; allowed: once in a store"
@@ -124,7 +128,7 @@ def _beyond(name: str, column: pa.Array) -> Found:
     numbers: np.ndarray = values.to_numpy(zero_copy_only=False)
     low, high = LIMITS.get(name, (-math.inf, math.inf))
     good = np.isfinite(numbers) & (numbers >= low) & (numbers <= high)
-    if name == "head_behavior_logp":
+    if name in HEADS:
         good |= numbers == -np.inf
     good |= _unknown(values)
     for place in np.flatnonzero(~good):
@@ -140,7 +144,7 @@ def _unknown(values: pa.Array) -> np.ndarray:
 def _allowed(name: str) -> str:
     low, high = LIMITS.get(name, (-math.inf, math.inf))
     words = "finite numbers"
-    if name == "head_behavior_logp":
+    if name in HEADS:
         words = "-inf or finite numbers"
     if low > -math.inf:
         words += f" from {low:g}"
@@ -152,16 +156,9 @@ def _allowed(name: str) -> str:
 def _heads(table: pa.RecordBatch) -> Found:
     ids, rows, tokens = _flat(table[HEAD[0]], 1)
     logp = _flat(table[HEAD[1]], 1)[0]
-    counts, others = lengths_of(ids), lengths_of(logp)
-    if len(counts) != len(others):
-        return
-    for place in np.flatnonzero(counts != others):
-        yield (
-            int(rows[place]),
-            f"head_ids at token {tokens[place]} has {counts[place]} entries, head_behavior_logp "
-            f"{others[place]}; allowed: the same",
-        )
-    if (counts != others).any() or not len(counts):
+    uneven = list(_uneven(table, HEAD[1]))
+    yield from uneven
+    if uneven or not len(ids) or len(ids) != len(logp):
         return
     heads = padded(ids, -1)
     empty = (heads < 0) & (padded(logp, -np.inf) > -np.inf)
@@ -173,6 +170,18 @@ def _heads(table: pa.RecordBatch) -> Found:
     for place in np.flatnonzero(twice.any(1)):
         what = "names a token twice; allowed: once"
         yield int(rows[place]), f"head_ids at token {tokens[place]} {what}"
+
+
+def _uneven(table: pa.RecordBatch, name: str) -> Found:
+    """Tokens whose head has another length here than in `head_ids`."""
+    ids, rows, tokens = _flat(table[HEAD[0]], 1)
+    counts, others = lengths_of(ids), lengths_of(_flat(table[name], 1)[0])
+    for place in np.flatnonzero(counts != others) if len(counts) == len(others) else ():
+        yield (
+            int(rows[place]),
+            f"head_ids at token {tokens[place]} has {counts[place]} entries, {name} "
+            f"{others[place]}; allowed: the same",
+        )
 
 
 def padded(lists: pa.Array, nothing: float) -> np.ndarray:

@@ -14,6 +14,7 @@ The columns are those of `ROLLOUT_FIELDS` and, where recorded, of `ROLLOUT_OPTIO
     elapsed                seconds from request to verdict
     rejected               null where admission kept the response, else why not
     head_ids, head_behavior_logp    the sampler's likeliest tokens; a short head ends in id -1, -inf
+    head_logp              of these tokens, under the policy that was trained
     proximal_logp, reference_logp   nats
     components             parts of the reward
     verdict                of the task: `right`, `format`, `wrong` or `invalid`
@@ -50,12 +51,12 @@ from windage.estimators.batch import ROLLOUT_FIELDS, ROLLOUT_OPTIONAL, SCHEMA_VE
 from windage.estimators.errors import BadInput, unknown, within
 from windage.llm.arrow import array_of, kind_fits, parts, type_of
 from windage.llm.durable import new_file, tidy
-from windage.llm.rollout_faults import COLUMNS, HEAD, faults, lengths_of, padded
+from windage.llm.rollout_faults import COLUMNS, HEAD, HEADS, faults, lengths_of, padded
 
 SCHEMA = f"windage/rollouts/{SCHEMA_VERSION}"
 ROWS = 64
 # What the policy being trained says is said anew by its next forward pass.
-BATCH = {field.name for field in fields(Batch)} - {"logp", "probability_square"}
+BATCH = {field.name for field in fields(Batch)} - {"logp", "head_logp", "probability_square"}
 STEP = re.compile(r"step-(\d{8})\.parquet")
 Row = Mapping[str, Any]
 
@@ -266,7 +267,7 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
     for name in names:
         if name not in COLUMNS:
             raise BadInput(f"{str(path)!r}: {unknown('column', name, COLUMNS)}")
-    head = HEAD if set(HEAD) & set(names) else ()
+    head = HEAD if {*HEAD, *HEADS} & {*names} else ()
     for name in (*ROLLOUT_FIELDS, *head):
         if name not in names:
             raise BadInput(f"{str(path)!r} has no column {name}; allowed: {', '.join(COLUMNS)}")

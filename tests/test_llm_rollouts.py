@@ -57,6 +57,7 @@ def row(number: int, *, heads: int = 2, optional: bool = True) -> dict[str, Any]
         found |= {
             "head_ids": np.argsort(rng.random((t, 9)))[:, :heads],
             "head_behavior_logp": -rng.random((t, heads)),
+            "head_logp": -rng.random((t, heads)),
             "proximal_logp": -rng.random(t),
             "reference_logp": -rng.random(t),
             "components": rng.random(2),
@@ -132,6 +133,7 @@ def test_ragged_heads_are_filled_up(tmp_path):
     one = row(0)
     one["head_ids"] = [[4], [1, 2, 3], []]
     one["head_behavior_logp"] = [[-1.0], [-1.0, -2.0, -3.0], []]
+    one["head_logp"] = [[-2.0], [-1.5, -np.inf, -3.0], []]
     write(tmp_path, 1, [one], tokenizer=TOKENIZER)
     (found,) = read(tmp_path, tokenizer=TOKENIZER)
     assert found["head_ids"].tolist() == [[4, -1, -1], [1, 2, 3], [-1, -1, -1]]
@@ -202,6 +204,14 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "uneven head": (
         {"head_ids": [[1], [1, 2], [1]], "head_behavior_logp": [[-1.0]] * 3},
         ("head_ids at token 1 has 2 entries", "head_behavior_logp 1"),
+    ),
+    "uneven head of the trainer": (
+        {"head_logp": [[-1.0, -2.0], [-1.0], [-1.0, -2.0]]},
+        ("head_ids at token 1 has 2 entries", "head_logp 1"),
+    ),
+    "above 0 in head of the trainer": (
+        {"head_logp": [[-1.0, -2.0], [-1.0, 0.5], [-1.0, -2.0]]},
+        ("head_logp at token 1", "0.5", "-inf or finite numbers to 0"),
     ),
     "nan in head": (
         {"head_ids": [[1]] * 3, "head_behavior_logp": [[-1.0], [np.nan], [-1.0]]},
