@@ -25,7 +25,7 @@ from windage.estimators.errors import BadInput, within
 from windage.llm.config import Config
 from windage.llm.draw import Desk, Drawn, draw
 from windage.llm.scores import average, difference, majority_at, pass_at, share, sign_test
-from windage.llm.tasks.protocol import Split
+from windage.llm.tasks.protocol import Split, Task
 
 SCHEMA = "windage/evaluate/1"
 FILE = "evaluate.json"
@@ -34,7 +34,7 @@ PIECE = 512
 FIGURES = {
     "pass_at_k": "mean over questions of 1 - C(n - c, k) / C(n, k): k samples hold a right one",
     "maj_at_k": "mean over questions of the share of k samples whose vote the right answer wins; "
-    "ties in part, no answer no vote",
+    "equal answers vote together however they are spelled, ties in part, no answer no vote",
     "right": "share of responses with the right answer that end there",
     "format": "share with the right answer after which words go on, or that a limit cut",
     "wrong": "share with another answer",
@@ -62,7 +62,7 @@ class Tally:
         unchecked: of the invalid ones, how many checks came to no end.
         cut: how many the limit on tokens cut.
         tokens, finished_tokens: of all responses together, and of those that were not cut.
-        votes: responses with each wrong answer, most first.
+        votes: responses with each wrong answer, however it is spelled, most first.
     """
 
     question: str
@@ -142,15 +142,28 @@ class Side:
         return min(tally.samples for tally in self.tallies)
 
 
-def tally(drawn: Sequence[Drawn]) -> Tally:
-    """The tally of the responses to one question."""
+def votes(answers: Sequence[str | None], alike: Callable[[Sequence[str]], list[int]]) -> list[int]:
+    """How many gave each answer, most first; nobody else gave one that was not read.
+
+    Args:
+        alike: of answers that are spelled differently, the place of the first that is the same.
+
+    Example:
+        >>> votes(["1/2", "3", None, "0.5", "3", "1/2"], lambda answers: [0, 1, 0])
+        [3, 2, 1]
+    """
+    spelled = Counter(answer for answer in answers if answer is not None)
+    found: Counter[int] = Counter()
+    for count, place in zip(spelled.values(), alike(list(spelled)), strict=True):
+        found[place] += count
+    return sorted([*found.values(), *[1] * answers.count(None)], reverse=True)
+
+
+def tally(drawn: Sequence[Drawn], task: Task) -> Tally:
+    """The tally of the responses to one question of a task."""
     question = drawn[0].question
     words = Counter(one.verdict.word for one in drawn)
-    wrong = Counter(
-        (n if one.verdict.answer is None else one.verdict.answer)
-        for n, one in enumerate(drawn)
-        if one.verdict.word == "wrong"
-    )
+    wrong = [one.verdict.answer for one in drawn if one.verdict.word == "wrong"]
     lengths = [
         (len(one.row["response_ids"]), one.row["finish_reason"] == "length") for one in drawn
     ]
@@ -164,7 +177,7 @@ def tally(drawn: Sequence[Drawn]) -> Tally:
         cut=sum(cut for _, cut in lengths),
         tokens=sum(n for n, _ in lengths),
         finished_tokens=sum(n for n, cut in lengths if not cut),
-        votes=tuple(sorted(wrong.values(), reverse=True)),
+        votes=tuple(votes(wrong, task.alike)),
     ).check()
 
 
@@ -210,7 +223,8 @@ def asked(
         part = found[start : start + step]
         drawn = draw(desk, part, samples, seed=seed, start=start)
         keep(piece, drawn)
-        tallies += [tally(drawn[n : n + samples]) for n in range(0, len(drawn), samples)]
+        groups = (drawn[n : n + samples] for n in range(0, len(drawn), samples))
+        tallies += [tally(group, desk.task) for group in groups]
         advance(start + len(part), len(found))
     return tuple(tallies)
 

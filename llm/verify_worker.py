@@ -31,7 +31,7 @@ MATHEMATICAL = re.compile(r"[\d$}\])|]")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 JUDGMENT = re.compile(r"\b(yes|no|(?:not\s+|in)?correct)\b", re.IGNORECASE)
 TAGS = ("<answer>", "</answer>")
-LONG = 200
+LONG, DIGESTED = 200, "sha256 "
 # Below the score 1 by rounding only.
 FULL = 0.999
 
@@ -139,7 +139,7 @@ def mathematics(text: str, answer: str) -> Found:
         return Found("invalid")
     gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
     if not verify(gold, found, timeout_seconds=None):
-        return Found("wrong", "".join(str(found[-1]).split()))
+        return Found("wrong", " ".join(str(found[-1]).split()))
     if box is None:
         for place in MATHEMATICAL.finditer(text):
             box = ("", place.end())
@@ -238,6 +238,10 @@ CHECKS: dict[str, Check] = {
 }
 
 
+# Checks that know answers as the same that are spelled in two ways: how one is put to them.
+BY_VALUE: dict[str, Callable[[str], str]] = {"mathematics": lambda answer: f"\\boxed{{{answer}}}"}
+
+
 def warm(kind: str, check: Check) -> None:
     """Import what a check needs, so that it is not the first answer's time."""
     if kind == "reasoning":
@@ -259,10 +263,10 @@ def confine(memory: int, files: int) -> None:
 
 
 def short(answer: str | None) -> str | None:
-    """An answer, or a digest of a long one."""
+    """An answer, or a digest of a long one, which says that it is one."""
     if answer is None or len(answer) <= LONG:
         return answer
-    return digest(answer)
+    return DIGESTED + digest(answer)
 
 
 def serve(checks: Mapping[str, Check]) -> None:

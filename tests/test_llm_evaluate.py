@@ -18,13 +18,15 @@ from scipy.stats import binom, binomtest, multinomial
 
 from windage.llm import evaluate
 from windage.llm.config import Config, EvaluateSection
-from windage.llm.draw import Desk
-from windage.llm.evaluate import Side, asked, compared, document, examples, figures, read
+from windage.llm.draw import Desk, Drawn
+from windage.llm.evaluate import Side, asked, compared, document, examples, figures, read, tally
 from windage.llm.models import Loaded, Policy
 from windage.llm.samplers.protocol import Response, Sampling
 from windage.llm.scores import average, difference, majority_at, pass_at, share, sign_test
 from windage.llm.tasks.arithmetic import arithmetic
-from windage.llm.verify import Scale
+from windage.llm.tasks.index import get
+from windage.llm.tasks.protocol import Question
+from windage.llm.verify import Pool, Scale
 from windage.toy.votes import majority
 
 # Figures over subsets.
@@ -278,6 +280,38 @@ def test_responses_are_tallied_by_question(task):
     assert [t.question for t in asked(desk(task), 3, 1, seed=3)] == [
         t.question for t in tallies[:3]
     ]
+
+
+WAYS = ("1/2", "0.5", r"\frac{1}{2}", "7", "7.0", "8", "2x+2", "2(x+1)", "2x + 2", "x" * 300)
+
+
+def test_answers_vote_together_when_they_are_equal_under_the_verifier(monkeypatch):
+    """However they are spelled; only spellings that may be equal are compared."""
+    pytest.importorskip("math_verify")
+    told = get("jsonl", {"check": "mathematics", "held_out": "unread"})
+    question = Question(id="a", text="?", answer="1")
+    asked, real = [], Pool.check_all
+    monkeypatch.setattr(Pool, "check_all", lambda *a: asked.append(len(a[1])) or real(*a))
+    try:
+        said = [rf"So \boxed{{{way}}}" for way in WAYS]
+        verdicts = told.judge([(question, text) for text in said], [False] * len(said))
+        drawn = [
+            Drawn(
+                question=question, text=text, verdict=verdict,
+                row={"response_ids": [1], "finish_reason": "stop"},
+            )
+            for text, verdict in zip(said, verdicts, strict=True)
+        ]  # fmt: skip
+        assert {v.word for v in verdicts} == {"wrong"}
+        assert tally(drawn, told).votes == (3, 3, 2, 1, 1)
+        assert told.alike(["12", "13", "14", "12"]) == [0, 1, 2, 0]
+        count = len(asked)
+        assert told.alike([]) == [] and told.alike(["12", "13"]) == [0, 1] and len(asked) == count
+        assert told.alike(["1/3", "13", r"\frac26"]) == [0, 1, 0]
+    finally:
+        told.close()
+    plain = get("jsonl", {"check": "text", "held_out": "unread"})
+    assert plain.alike(["1/2", "0.5", "1/2"]) == [0, 1, 0]
 
 
 def test_a_small_split_is_asked_once_and_pieces_do_not_matter(task, monkeypatch):

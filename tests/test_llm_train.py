@@ -35,6 +35,9 @@ class Sevens:
         words = ["right" if text.startswith("7") else "wrong" for _, text in pairs]
         return [Verdict(word=word, stopped=None, seconds=0.0) for word in words]
 
+    def alike(self, answers):
+        return list(range(len(answers)))
+
     def close(self):
         pass
 

@@ -51,6 +51,14 @@ class Task(Protocol):
         """
         ...
 
+    def alike(self, answers: Sequence[str]) -> list[int]:
+        """Which of the answers that verdicts tell of are the same answer, spelled in two ways.
+
+        Returns:
+            For each the place of the first that is the same.
+        """
+        ...
+
     def close(self) -> None:
         """End the verifier's processes."""
         ...
