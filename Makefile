@@ -4,7 +4,7 @@ STAMP := .venv/installed-$(shell pwd -P | cksum | cut -d' ' -f1)
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11 python3.14 python)
 JOBS ?= 2
 
-.PHONY: study test check-long lint dev bench figures audit-trl audit-verl check-trl check-verl check-tinker vllm model clean
+.PHONY: study test check-long lint dev bench figures audit-trl audit-verl check-trl check-verl check-tinker check-liger vllm model clean
 
 test check-long: export OMP_NUM_THREADS ?= 1
 
@@ -46,6 +46,13 @@ check-trl check-verl check-tinker: check-%: .venv-%/$(notdir $(STAMP)) dev
 	cd tests && PYTHONPATH=../.typing OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 ../.venv-$*/bin/python \
 	  -m pytest -q -p no:cacheprovider -o filterwarnings=default test_adapter_$*.py $(ARGS)
 
+# Liger's kernels on the CPU: Triton's interpreter runs them (a gigabyte, in a folder of its own).
+check-liger: $(STAMP)
+	@[ -d .liger/triton ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --target .liger liger-kernel==0.8.5 triton==3.9.0
+	PYTHONPATH=.liger TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -p no:cacheprovider \
+	  tests/test_llm_kernels.py $(ARGS)
+
 # The engine vLLM on the CPU, in an environment of its own: `.venv-vllm/bin/windage train ...`.
 vllm: .venv-vllm/$(notdir $(STAMP))
 
@@ -53,7 +60,7 @@ vllm: .venv-vllm/$(notdir $(STAMP))
 model: models/SmolLM2-135M-Instruct/config.json
 
 clean:
-	rm -rf .venv .venv-trl .venv-verl .venv-tinker .venv-vllm .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-verl .venv-tinker .venv-vllm .liger .typing build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 
 # The stamp's name holds the checkout's path: a moved or copied .venv is made anew.
 $(STAMP): pyproject.toml constraints.txt

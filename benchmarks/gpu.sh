@@ -5,7 +5,7 @@
 #   bash benchmarks/gpu.sh MODEL_FOLDER [OUT.json]
 #
 # Needs a Python with a CUDA build of torch, transformers and this package's dependencies; measures
-# TRL's step and vLLM's drawing too where they are installed.  Nothing is fetched.
+# TRL's step, Liger's kernels and vLLM's drawing too where they are installed.  Nothing is fetched.
 set -euo pipefail
 model=$(realpath "$1")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -224,6 +224,20 @@ def drawing(model: str, loaded: models.Loaded, dtype: str) -> dict[str, float]:
     return found
 
 
+def fused(model: str, dtype: str, given: list[dict[str, Any]]) -> dict[str, float] | None:
+    """The same step with Liger's kernels in the layers; None where they cannot run."""
+    if find_spec("liger_kernel") is None or not torch.cuda.is_available():
+        return None
+    loaded = models.load(model, dtype=dtype, device="cuda", liger="on")
+    ours = learner(loaded, get("grpo"))
+    torch.cuda.reset_peak_memory_stats()
+    return {
+        "seconds": seconds({"liger": lambda: ours.update(given)}, loaded.device)["liger"],
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "log_probability_gap": parity(loaded),
+    }
+
+
 def measure(model: str, device: str, dtype: str, *, draw: bool) -> dict[str, Any]:
     """Every figure of one model on one device."""
     loaded = models.load(model, dtype=dtype, device=device)
@@ -262,6 +276,7 @@ def measure(model: str, device: str, dtype: str, *, draw: bool) -> dict[str, Any
     with suppress(RuntimeError, AssertionError):
         if place.type == "cuda":
             document["peak_bytes"] = torch.cuda.max_memory_allocated()
+            document["liger"] = fused(model, dtype, plain)
     return document
 
 

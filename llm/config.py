@@ -39,6 +39,7 @@ class ModelSection:
         lora_alpha: adapters are scaled by lora_alpha / lora_rank.
         lora_targets: layers that get adapters; none: all linear ones.
         gradient_checkpointing: compute activations twice rather than keep them.
+        liger: fused kernels of liger-kernel in its layers; auto: on CUDA, where it is installed.
     """
 
     path: str = ""
@@ -49,6 +50,7 @@ class ModelSection:
     lora_alpha: float = 32.0
     lora_targets: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+    liger: Literal["auto", "on", "off"] = "auto"
 
 
 @final

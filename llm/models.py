@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from windage.estimators.errors import BadInput, positive, unknown
+from windage.llm.kernels import fuse
 from windage.llm.logprobs import LogProbs, log_probs
 from windage.llm.ranks import whole
 from windage.llm.rollouts import fingerprint
@@ -159,6 +160,7 @@ def load(
     device: str = "auto",
     lora: Lora | None = None,
     checkpointing: bool = False,
+    liger: str = "off",
 ) -> Loaded:
     """A causal language model from a folder, or by its name from the hub.
 
@@ -169,6 +171,7 @@ def load(
         device: `cpu`, `cuda`, ...; `auto`: an accelerator where there is one.
         lora: adapters to train in place of the weights.
         checkpointing: compute activations again in the backward pass rather than keep them.
+        liger: fused kernels for its layers, as `kernels.fuse` has it.
 
     Raises:
         BadInput: no such model, one that cannot be read, or one whose logits are not those of its
@@ -190,6 +193,7 @@ def load(
             module.p = 0.0  # a pass that is differentiated must be the pass that was measured
     policy = Policy(model, DTYPES[autocast] if autocast else None).to(chosen(device))
     _check(policy, str(path))
+    fuse(policy, liger, str(path))
     return Loaded(
         policy=policy,
         tokenizer=tokenizer,
