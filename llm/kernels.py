@@ -8,6 +8,7 @@ alone, neither entropy nor sum of squares nor the log-probabilities of head toke
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,11 +71,9 @@ def fuse(policy: Any, choice: str, path: str) -> bool:
 
 def _hindrance(policy: Any) -> str:
     """Why the kernels cannot run; empty: they can."""
-    from transformers.utils import is_liger_kernel_available
-
     device = next(policy.parameters()).device.type
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if not is_liger_kernel_available():
+    if find_spec("liger_kernel") is None:
         return "liger-kernel is not installed (pip install 'windage[liger]')"
     if device != "cuda" and not interpreted:
         return f"its kernels do not run on {device}"

@@ -131,7 +131,7 @@ def test_auto_leaves_the_layers_alone_on_a_cpu(folder, monkeypatch):
     ],
 )
 def test_on_is_refused_with_the_reason(folder, monkeypatch, present, dtype, interpret, words):
-    monkeypatch.setattr("transformers.utils.is_liger_kernel_available", lambda: present)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: present or None)
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     with pytest.raises(BadInput, match=f"liger is 'on', but {words}; allowed: 'auto' or 'off'"):
         models.load(folder, dtype=dtype, liger="on")
