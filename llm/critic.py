@@ -318,7 +318,7 @@ def build(
     Raises:
         BadInput: its model cannot be had, or has another tokenizer.
     """
-    told, own, states, at = config.critic, None, policy.states, loaded
+    told, own, at = config.critic, None, loaded
     if told.kind == "model":
         at = load(
             told.path or config.model.path,
@@ -331,12 +331,12 @@ def build(
             raise BadInput(
                 f"critic.path {told.path!r} has another tokenizer; allowed: the policy's"
             )
-        own, states = at.policy.base.get_decoder(), at.policy.states
+        own, policy = at.policy.base.get_decoder(), at.policy
     elif ranks.sharded:
         torch.distributed.fsdp.register_fsdp_forward_method(policy, "states")
     rate = told.learning_rate or RATES[told.kind]
     return Critic(
-        states,
+        policy.states,
         at.policy.base.config.get_text_config().hidden_size,
         own=own,
         optimizer=lambda parameters: optimizer(parameters, rate),

@@ -171,6 +171,43 @@ def adapters(place: Place) -> dict:
     return updates(place, ready, rows, ["grpo_k3"], "adapters")
 
 
+CRITICS: dict[str, dict] = {
+    "head": {"trunk": 0.5, "passes": 2, "minibatches": 2, "complete": True, "lam_value": 0.9},
+    "model": {"learning_rate": 0.1, "passes": 2, "clip_value": 0.5},
+}
+
+
+def critics(place: Place) -> dict:
+    """A learned critic's values, its fit, and the policy's update by them."""
+    from windage.llm import models
+
+    found, kept = {}, {}
+    for kind, settings in CRITICS.items():
+        ready, rows = place.offline(
+            f"critic-{kind}",
+            recipe={"name": "ppo"},
+            critic={"kind": kind, **settings},
+            train={"micro_batch": 4 if place.world == "one" else 2},
+        )
+        learner, own = ready.learner, [dict(row) for row in rows]
+        module = learner.critic.module.state_dict()
+        before = place.ranks.gathered(models.weights(ready.loaded.policy))
+        before = {name: value.clone() for name, value in before.items()}
+        begin = {name: value.clone() for name, value in module.items()}
+        figures = learner.appraise(own, 0)
+        values = [[float(x) for x in row[n]] for row in own for n in ("values", "returns")]
+        again = learner.critic.appraise([dict(row) for row in own], *learner._responses(own), 1)
+        found[kind] = told(learner.update(own)) | {
+            "figures": [{k: v for k, v in f.items() if "time" not in k} for f in (figures, again)],
+            "values": values,
+        }
+        steps = moved(place, ready, before)
+        kept |= {f"{kind} policy {name}": value for name, value in steps.items()}
+        kept |= {f"{kind} critic {name}": module[name] - begin[name] for name in begin}
+    place.keep("critics", kept)
+    return found
+
+
 def faults(place: Place) -> dict:
     """A log-probability of the second process's is not a number."""
     from dataclasses import replace
@@ -321,7 +358,7 @@ def resumed(place: Place) -> dict:
 
 
 def modes(place: Place) -> dict:
-    """The modes that draw beside the training; adapters saved and resumed."""
+    """The modes that draw beside the training; adapters, and a critic, saved and resumed."""
     from windage.llm.train import train
 
     found = {}
@@ -331,21 +368,27 @@ def modes(place: Place) -> dict:
         ready = place.start(place.configuration(name, **sections))
         train(ready)
         found[mode] = ready.learner.updates
-    sections = {**WHOLE, "model": {"lora_rank": 2}, "reference": {}}
-    config = place.configuration("lora", **sections)
-    train(place.start(config))
-    place.ranks.same(None)
-    if place.ranks.first:
-        shutil.copytree(config.run.folder, again := f"{config.run.folder}-again")
-        shutil.rmtree(Path(again) / "checkpoints" / "checkpoint-00000002")
-    place.ranks.same(None)
-    train(place.start(place.configuration("lora-again", **sections), resume=True))
+    for name, sections in (
+        ("lora", {**WHOLE, "model": {"lora_rank": 2}, "reference": {}}),
+        ("critic", {**WHOLE, "recipe": {"name": "ppo"}, "critic": {"kind": "head", "trunk": 0.5}}),
+    ):
+        config = place.configuration(name, **sections)
+        train(place.start(config))
+        place.ranks.same(None)
+        if place.ranks.first:
+            shutil.copytree(config.run.folder, again := f"{config.run.folder}-again")
+            shutil.rmtree(Path(again) / "checkpoints" / "checkpoint-00000002")
+        place.ranks.same(None)
+        train(place.start(place.configuration(f"{name}-again", **sections), resume=True))
     return found
 
 
 CASES = {
     case.__name__: case
-    for case in (record, entries, catalogue, adapters, faults, refusals, whole, resumed, modes)
+    for case in (
+        *(record, entries, catalogue, adapters, critics),
+        *(faults, refusals, whole, resumed, modes),
+    )
 }
 
 

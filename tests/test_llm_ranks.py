@@ -49,15 +49,15 @@ def worked(folder: Path, *words: str) -> Path:
 def short(tmp_path_factory) -> Path:
     return worked(
         tmp_path_factory.mktemp("short"),
-        "one:record,entries,faults,whole",
-        "two:entries,faults,refusals",
-        "sharded:entries,whole",
+        "one:record,entries,critics,faults,whole",
+        "two:entries,critics,faults,refusals",
+        "sharded:entries,critics,whole",
     )
 
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
-    cases = "entries,adapters,catalogue,faults,refusals,whole"
+    cases = "entries,adapters,critics,catalogue,faults,refusals,whole"
     return worked(
         tmp_path_factory.mktemp("everything"),
         f"one:record,{cases}",
@@ -135,6 +135,17 @@ def test_an_update_of_two_processes_is_that_of_one_in_every_scope(short, world):
     assert_same_said(short, "entries", world)
 
 
+@pytest.mark.parametrize("world", ["two", "sharded"])
+def test_a_critic_of_two_processes_says_learns_and_pulls_as_that_of_one(short, world):
+    """A head on the policy's trunk and a model of its own: values, two fits, the update by them."""
+    assert assert_same_update(short, "critics", world) == 4
+    assert_same_said(short, "critics", world)
+    for told in said(short, world, "critics"):
+        for one in told.values():
+            assert max(abs(value) for row in one["values"] for value in row) > 0.1
+        assert told["head"]["figures"][0]["critic__completed"] > 0
+
+
 def test_a_fault_that_one_process_sees_is_every_process_s(short):
     """Skipped or set aside as by one process, whether or not there is a pass ahead."""
     assert_same_update(short, "faults", "two", still=("skip",))
@@ -169,7 +180,8 @@ def test_every_entry_of_the_catalogue_and_adapters_and_three_processes(everythin
     assert_same_update(everything, "adapters", world)
     assert_same_update(everything, "faults", world, still=("skip",))
     assert_same_run(everything, f"{world}-whole")
-    for case in ("catalogue", "adapters", "faults"):
+    assert_same_update(everything, "critics", world)
+    for case in ("catalogue", "adapters", "critics", "faults"):
         assert_same_said(everything, case, world)
     lines = said(everything, world, "refusals")
     assert all(one == lines[0] for one in lines)
@@ -191,7 +203,12 @@ def test_a_resumed_run_is_bitwise_the_run_and_opens_with_other_processes(everyth
             if not path.name.startswith("config")  # names the folder
         }
 
-    for run, again in (("whole", f"after-{world}"), ("lora", "lora-again")):
+    assert_same_run(everything, f"{world}-critic", "one-critic")
+    for run, again in (
+        ("whole", f"after-{world}"),
+        ("lora", "lora-again"),
+        ("critic", "critic-again"),
+    ):
         assert different(files(f"{world}-{again}"), files(f"{world}-{run}")) == []
     for other in ("one", "two", "sharded", "three"):
         assert_same_run(everything, f"{world}-after-{other}")
