@@ -108,7 +108,13 @@ def steps(folder: Path) -> list[int]:
 
 
 def write(
-    folder: Path, step: int, rows: Iterable[Row], *, tokenizer: str, precision: str = "float32"
+    folder: Path,
+    step: int,
+    rows: Iterable[Row],
+    *,
+    tokenizer: str,
+    precision: str = "float32",
+    version: int | None = None,
 ) -> Path:
     """Append a step to a store; the file is there when this returns, and before it is not.
 
@@ -119,6 +125,8 @@ def write(
             which optional columns there are.
         tokenizer: its `fingerprint`.
         precision: float32 or float64, of all log-probabilities.
+        version: number of the weights that the step trained, where one was trained; kept in the
+            file's metadata, for whoever asks how old the responses were.
 
     Raises:
         BadInput: a row that `read` would refuse (named; nothing is written), a step that is there
@@ -151,6 +159,7 @@ def write(
                 writer.write_batch(table)
                 count += len(piece)
             about = {"schema": SCHEMA, "tokenizer": tokenizer, "step": step, "rows": count}
+            about |= {} if version is None else {"version": version}
             writer.add_key_value_metadata({key: str(value) for key, value in about.items()})
         finally:
             writer.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from adapter_cases import GROUPS, PROMPT, case
 from checks import refused
 
-from windage.llm import record
-from windage.llm.record import Recorder, Rectangle, here, turns
+from windage.llm.record import record_verl
+from windage.llm.record import trl as record_trl
+from windage.llm.record import verl as record
+from windage.llm.record.writer import Recorder, Rectangle, here, turns, vocabulary
 from windage.llm.rollouts import read, steps, write
 
 
@@ -23,7 +27,7 @@ class Words:
         return {"b": 1, "a": 0}
 
 
-TOKENIZER = record.vocabulary(Words())
+TOKENIZER = vocabulary(Words())
 
 
 def rectangle(step: int = 0, rows: int = 3, width: int = 4) -> Rectangle:
@@ -49,22 +53,22 @@ def rectangle(step: int = 0, rows: int = 3, width: int = 4) -> Rectangle:
 
 def test_rows_are_written_without_their_padding(tmp_path):
     recorder = Recorder(tmp_path, tokenizer=TOKENIZER)
-    assert [recorder.put(rectangle(n).rows) for n in range(3)] == [0, 1, 2]
+    assert [recorder.put(partial(rectangle, n)) for n in range(3)] == [0, 1, 2]
     recorder.close()
     found = list(read(tmp_path, tokenizer=TOKENIZER))
     assert [len(row["response_ids"]) for row in found] == [1, 2, 3] * 3
     assert found[2]["response_ids"].tolist() == [8, 9, 10]
     again = Recorder(tmp_path, tokenizer=TOKENIZER)
-    assert again.put(rectangle(7).rows) == 3
+    assert again.put(partial(rectangle, 7)) == 3
     again.close()
     assert steps(tmp_path) == [0, 1, 2, 3]
 
 
 def test_what_could_not_be_written_is_raised_at_the_next_step(tmp_path):
     recorder = Recorder(tmp_path, tokenizer=TOKENIZER)
-    recorder.put(rectangle().rows)
-    recorder.put(rectangle().rows)
-    recorder.put(lambda: iter([{"sample_id": "x", "unheard": 1}]))
+    recorder.put(rectangle)
+    recorder.put(rectangle)
+    recorder.put(lambda: replace(rectangle(), constants={"unheard": 1}))
     with refused("the recorder", "unheard"):
         recorder.close()
 
@@ -90,7 +94,7 @@ def test_training_waits_for_nothing_but_the_copy(tmp_path):
     one = rectangle(rows=64, width=512)
     start = time.perf_counter()
     kept = {name: here(value) for name, value in one.tokens.items()}
-    recorder.put(Rectangle(**{**vars(one), "tokens": kept}).rows)
+    recorder.put(lambda: replace(one, tokens=kept))
     spent = time.perf_counter() - start
     recorder.close()
     assert len(list(read(tmp_path, tokenizer=TOKENIZER))) == 64
@@ -146,7 +150,7 @@ def test_verl_batches_are_recorded_once_their_advantages_are_known(tmp_path, mon
 
     module = SimpleNamespace(compute_advantage=compute_advantage)
     monkeypatch.setattr(record, "import_module", lambda name: module)
-    recorder = record.record_verl(tmp_path, tokenizer=Words())
+    recorder = record_verl(tmp_path, tokenizer=Words())
     data = SimpleNamespace(batch=columns(c), non_tensor_batch={"uid": list(GROUPS)})
     assert module.compute_advantage(data, "grpo") is data
     recorder.close()
@@ -181,7 +185,7 @@ def test_verl_v1_trainers_are_asked_for_the_tokens(tmp_path, monkeypatch):
 
     module = SimpleNamespace(tq=SimpleNamespace(kv_batch_get=kv_batch_get))
     monkeypatch.setattr(record, "import_module", lambda name: module)
-    recorder = record.record_verl(tmp_path, tokenizer=Words(), trainer=Trainer)
+    recorder = record_verl(tmp_path, tokenizer=Words(), trainer=Trainer)
     batch = SimpleNamespace(keys=[], partition_id="train")
     assert Trainer()._compute_advantage(batch, {}) is batch
     recorder.close()
@@ -208,7 +212,7 @@ def test_verl_settings_ends_and_masked_responses_are_recorded(tmp_path, monkeypa
     last = [int(told["responses"][b, n - 1]) for b, n in enumerate(lengths)]
     tokenizer.eos_token_id = last[0]
     told["response_mask"][1] = 0
-    recorder = record.record_verl(tmp_path, tokenizer=tokenizer, rollout=Rollout(**ENGINE))
+    recorder = record_verl(tmp_path, tokenizer=tokenizer, rollout=Rollout(**ENGINE))
     module.compute_advantage(SimpleNamespace(batch=told, non_tensor_batch={"uid": list(GROUPS)}))
     recorder.close()
     found = list(read(tmp_path, tokenizer=TOKENIZER))
@@ -237,7 +241,7 @@ def test_a_response_that_trl_leaves_out_keeps_its_tokens():
         "completion_ids": torch.tensor([[5, 6, 0, 0], [5, 0, 7, 8], [5, 6, 1, 0]]),
         "completion_mask": torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0]]),
     }
-    assert record._lengths(held, pad=0) == [2, 4, 3]
+    assert record_trl._lengths(held, pad=0) == [2, 4, 3]
 
 
 def test_turns_count_the_times_the_policy_goes_on():

@@ -38,8 +38,11 @@ def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
             what = f"has the schema {told.get('schema')!r}; allowed: {SCHEMA}{SCHEMA_VERSION}"
             refuse(Rejected(where=shown(path), reason="other schema", what=what))
             continue
-        step = told.get("step", "")
-        also = {"raw": False, "step": int(step) if STEP.fullmatch(step) else None}
+        step, trained = (
+            int(word) if STEP.fullmatch(word := told.get(name, "")) else None
+            for name in ("step", "version")
+        )
+        also = {"raw": False, "step": step, "current_version": trained}
         items = tables.records(path, [*names.values(), *OTHERS], refuse)
         yield from kept(items, partial(_row, names=names, seen=seen, also=also), refuse)
 
