@@ -27,7 +27,7 @@ from torch import Tensor
 
 from windage.estimators.errors import BadInput, within
 from windage.llm import tensors as tensor_file
-from windage.llm.durable import new_folder, part, remove, tidy
+from windage.llm.durable import made, new_folder, part, remove, tidy
 from windage.llm.plain import document, plain
 
 SCHEMA = "windage/checkpoint/1"
@@ -96,8 +96,6 @@ def save(
     Raises:
         BadInput: names the path that is not written, or the value that does not fit.
     """
-    from safetensors import SafetensorError
-
     within(0, 99_999_999, step=step)
     within(1, 99_999_999, keep=keep)
     for group in tensors:
@@ -108,17 +106,14 @@ def save(
     if (there := steps(folder)) and there[-1] > step:
         raise BadInput(f"{str(path)!r} is before step {there[-1]}, which is there; allowed: after")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
     except OSError as problem:
         raise BadInput(
             f"{str(folder)!r}: {problem.strerror}; allowed: a folder that can be written to"
         ) from None
     with new_folder(path) as beside:
-        try:
-            if also is not None:
-                also(beside)
-        except SafetensorError as problem:
-            raise OSError(f"{problem}") from None
+        if also is not None:
+            _also(beside, also)
         for group, named in tensors.items():
             with part(beside / f"{group}.safetensors") as sink:
                 tensor_file.write(sink, named)
@@ -129,6 +124,18 @@ def save(
             sink.write(json.dumps(about, indent=1).encode())
     prune(folder, keep)
     return path
+
+
+def _also(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let others write; what libraries in Rust say of the disk is no OSError."""
+    from safetensors import SafetensorError
+
+    try:
+        write(folder)
+    except Exception as problem:
+        if type(problem) not in (SafetensorError, Exception):
+            raise
+        raise OSError(f"{problem}") from None
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -272,7 +279,7 @@ def claim(folder: Path) -> Iterator[None]:
     """
     path = folder / LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
         lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as problem:
         raise BadInput(

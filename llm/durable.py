@@ -198,7 +198,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield beside
         for place, _, names in os.walk(beside, topdown=False):
             for name in (*names, "."):
-                _sync(os.path.join(place, name))
+                sync(os.path.join(place, name))
         _name(beside, path)
     except OSError as problem:
         raise _not_written(path, problem) from None
@@ -209,7 +209,21 @@ def new_folder(path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _sync(path: str) -> None:
+def made(folder: Path) -> None:
+    """Make a folder and those around it that are missing; the disk knows of each.
+
+    Raises:
+        OSError: names what is not made.
+    """
+    around = [one for one in folder.parents if not one.exists()]
+    for one in (*reversed(around), folder):
+        if not one.is_dir():
+            one.mkdir(exist_ok=True)
+            sync(one.parent)
+
+
+def sync(path: str | Path) -> None:
+    """Wait until the disk has a file's content, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

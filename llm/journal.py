@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from windage.estimators.errors import BadInput
+from windage.llm.durable import sync
 from windage.llm.plain import document, plain
 
 
@@ -33,9 +34,12 @@ class Journal:
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
+            fresh = not path.exists()
             self._descriptor = os.open(path, flags, 0o666)
             try:
                 _cut(self._descriptor, _whole(path))
+                if fresh:
+                    sync(path.parent)
             except OSError:
                 os.close(self._descriptor)
                 raise

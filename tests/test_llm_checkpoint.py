@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from checks import refused
+from disk_faults import failing, forked, killed, short, tampered
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from training_harness import failing, forked, killed, short, tampered
 
 from windage.estimators.errors import BadInput
 from windage.llm import durable
@@ -229,8 +229,9 @@ def test_short_writes_are_continued(calls, tmp_path):
 
 @FORKS
 def test_a_full_disk_while_a_callback_writes_is_one_line(tmp_path):
-    """The callback's writers are the libraries': python's files, and safetensors in Rust."""
+    """The callback's writers are the libraries': python's files, two in Rust with own errors."""
     from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
 
     saved(tmp_path / "run", 1)
     told = tmp_path / "told"
@@ -241,7 +242,12 @@ def test_a_full_disk_while_a_callback_writes_is_one_line(tmp_path):
     def by_rust(folder):
         save_file({"x": torch.zeros(50_000)}, folder / "model.safetensors")
 
-    for also in (by_python, by_rust):
+    def by_rust_without_a_kind(folder):
+        Tokenizer(models.WordLevel({str(n): n for n in range(5000)}, "0")).save(
+            str(folder / "tokenizer.json")
+        )
+
+    for also in (by_python, by_rust, by_rust_without_a_kind):
 
         def work(also=also):
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -254,7 +260,14 @@ def test_a_full_disk_while_a_callback_writes_is_one_line(tmp_path):
 
         assert forked(work) == 2
         assert str(path_of(tmp_path / "run", 2)) in told.read_text()
+        assert os.strerror(errno.EFBIG) in told.read_text()
         assert_whole(tmp_path / "run", [[1]])
+
+
+def test_a_mistake_of_the_callback_is_no_error_of_the_disk(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 1, tensors={}, state={}, keep=1, also=lambda folder: 1 / 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupted_callback_leaves_nothing(tmp_path):

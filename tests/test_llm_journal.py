@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 from checks import refused
-from training_harness import failing, short, tampered
+from disk_faults import failing, short, tampered
 
 from windage.estimators.errors import BadInput
 from windage.llm import journal

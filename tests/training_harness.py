@@ -1,13 +1,4 @@
-"""Faults and kills at the calls by which a process changes a disk; training runs that suffer them.
-
-As a program it forks a child a run and prints a JSON line a kill or death:
-
-    python tests/training_harness.py FOLDER SEED synchronous=4 synchronous:optimizer=1 deaths=8 ...
-
-A word names a case, perhaps with a fault planted in resuming, and how many kills.
-
-A process of its own, because the shape checks of the suite draw from `random`.
-"""
+"""Training runs in children that are killed, or whose engine dies; whether that left a trace."""
 
 from __future__ import annotations
 
@@ -19,100 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-CALLS = ("open", "mkdir", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "ftruncate")
-Fault = Callable[..., object]
-
-
-class Crash(BaseException):
-    """The end of a run at a call, in a process that goes on."""
-
-
-class Calls:
-    """The calls seen so far: their names, in order."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-
-@contextmanager
-def tampered(at: int = -1, fault: Fault | None = None) -> Iterator[Calls]:
-    """Count the calls of `os` that change a disk, and put something in place of one of them.
-
-    Args:
-        at: which call, counted over all names; -1: none.
-        fault: takes the call's name, the real function and the arguments.
-    """
-    seen = Calls()
-    real = {name: getattr(os, name) for name in CALLS}
-
-    def wrapped(name):
-        def call(*arguments, **settings):
-            seen.names.append(name)
-            if len(seen.names) - 1 == at:
-                return fault(name, real[name], *arguments, **settings)
-            return real[name](*arguments, **settings)
-
-        return call
-
-    # shutil looks functions up among those that take a folder's descriptor.
-    takes = os.supports_dir_fd
-    try:
-        for name in CALLS:
-            replaced = wrapped(name)
-            setattr(os, name, replaced)
-            if real[name] in takes:
-                takes.add(replaced)
-        yield seen
-    finally:
-        for name in CALLS:
-            takes.discard(getattr(os, name))
-            setattr(os, name, real[name])
-
-
-def failing(number: int) -> Fault:
-    """An error of the disk."""
-
-    def fault(name, real, *arguments, **settings):
-        raise OSError(number, os.strerror(number))
-
-    return fault
-
-
-def killed(name, real, *arguments, **settings):
-    """`kill -9` instead of the call."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def crashed(name, real, *arguments, **settings):
-    """The run ends, the process does not."""
-    raise Crash
-
-
-def short(name, real, *arguments, **settings):
-    """A short write; any other call is made."""
-    if name == "write":
-        descriptor, content = arguments
-        return real(descriptor, content[: max(1, len(content) // 2)])
-    return real(*arguments, **settings)
-
-
-def forked(work: Callable[[], int]) -> int:
-    """Do the work in a child; its exit status, negative where a signal ended it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(work())
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-# Training runs.
+from disk_faults import killed, tampered
 
 STEPS, PROMPTS, GROUP, LAG = 3, 3, 2, 2
 COMMON: dict[str, dict] = {
@@ -180,6 +83,9 @@ class Parity:
         words = ["right" if a == (b < 1) else "wrong" for a, b in zip(even, luck, strict=True)]
         return [Verdict(word=word, stopped=None, seconds=0.0) for word in words]
 
+    def alike(self, answers):
+        return list(range(len(answers)))
+
     def close(self):
         pass
 
@@ -205,27 +111,37 @@ def go(config, *, resume: bool = False, lucky: bool = True) -> None:
         train(run.start(config, resume=resume))
 
 
-def apart(folder: Path, work: Callable[[], None], seconds: float | None = None) -> int:
-    """Do the work in a child that stands in a folder; `kill -9` after some seconds, where given."""
+def begun(folder: Path, work: Callable[[], int | None], log: str = "log") -> int:
+    """Start the work in a child that stands in a folder and writes to its log."""
     folder.mkdir(exist_ok=True)
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.chdir(folder)
-            with open("log", "a") as log:
-                os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
-            work()
-            status = 0
+            with open(log, "a") as file:
+                os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+            status = work() or 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
         finally:
+            sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
+    return child
+
+
+def ended(child: int) -> int:
+    """Its exit status, negative where a signal ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def apart(folder: Path, work: Callable[[], int | None], *signals: tuple[float, int]) -> int:
+    """Do the work in a child that stands in a folder; send it signals, each after some seconds."""
+    child = begun(folder, work)
+    for seconds, number in signals:
+        time.sleep(seconds)
+        os.kill(child, number)
+    return ended(child)
 
 
 def content(path: Path, run: Path) -> object:
@@ -341,10 +257,11 @@ def whole_run(base: Path, case: str) -> tuple[list[str], dict[str, object], floa
 def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iterator[dict]:
     """Kill a run at calls drawn at random, and at random times; resume it; say what is different.
 
-    The first kill is at the very end, before the oldest checkpoint goes; every third is by the
-    clock; every other resumed run is killed once more.
+    The first kill is at the very end, before the oldest checkpoint goes; every third run's is by
+    the clock; every other resumed run is killed once more.
 
     Args:
+        count: kills; those that came too late are not counted.
         fault: planted in resuming; kills are then after the first checkpoint, before the last.
     """
     config, draw = prepared(base, case), random.Random(f"{seed} {case} {fault}")
@@ -360,7 +277,8 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
             plant(fault)
         go(config, resume=True)
 
-    for number in range(count):
+    done = number = 0
+    while done < count:
         folder = base / f"{case}{fault}-{number}"
         at, again = draw.randrange(len(calls)), draw.randrange(half)
         if fault:
@@ -370,7 +288,7 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
         by_clock = number % 3 == 2 and not fault
         if by_clock:
             at = draw.uniform(0, lasted)
-            statuses = [apart(folder, lambda: go(config), at)]
+            statuses = [apart(folder, lambda: go(config), (at, signal.SIGKILL))]
         else:
             statuses = [apart(folder, lambda at=at: broken(at, False))]
         if number % 2 and not fault:
@@ -381,7 +299,10 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
             wrong = orderly(folder) if case == "asynchronous" else different(state(folder), wanted)
         log = "" if statuses[-1] == 0 else (folder / "log").read_text()[-2000:]
         call = "by the clock" if by_clock else calls[at]
-        yield {"at": at, "call": call, "statuses": statuses, "wrong": wrong, "log": log}
+        happened, number = statuses.count(-signal.SIGKILL), number + 1
+        done += happened
+        told = {"at": at, "call": call, "statuses": statuses, "log": log}
+        yield {"count": happened, "wrong": wrong, **told}
 
 
 def different(found: dict[str, object], wanted: dict[str, object]) -> list[str]:
@@ -415,9 +336,9 @@ def deaths(base: Path, count: int, seed: int) -> Iterator[dict]:
     from windage.llm import journal, run
 
     config, draw = prepared(base, "asynchronous"), random.Random(seed)
-    engine, done = run.sampler_of, 0
+    engine, done, number = run.sampler_of, 0, 0
     while done < count:
-        folder = base / f"deaths-{done}"
+        folder = base / f"deaths-{number}"
         turns = [draw.randint(1, 5) for _ in range(3)]
 
         def mortal(turns=turns):
@@ -429,28 +350,5 @@ def deaths(base: Path, count: int, seed: int) -> Iterator[dict]:
         counted = [one["deaths"] for one in journal.read(folder / "run" / "metrics.jsonl")]
         happened = counted[-1] if counted else 0
         wrong = orderly(folder) if status == 0 else [(folder / "log").read_text()[-2000:]]
-        yield {"turns": turns, "deaths": happened, "wrong": wrong}
-        done += len(turns)
-
-
-def main() -> None:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    transformers.utils.logging.disable_progress_bar()
-    base, seed = Path(sys.argv[1]), int(sys.argv[2])
-    for word in sys.argv[3:]:
-        name, _, count = word.partition("=")
-        case, _, fault = name.partition(":")
-        many = int(count)
-        found = (
-            deaths(base, many, seed) if case == "deaths" else kills(base, case, many, seed, fault)
-        )
-        for one in found:
-            print(json.dumps({"name": name, **one}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        yield {"count": happened, "wrong": wrong, "turns": turns}
+        done, number = done + happened, number + 1
