@@ -50,7 +50,7 @@ import torch
 from windage.estimators.batch import ROLLOUT_FIELDS, ROLLOUT_OPTIONAL, SCHEMA_VERSION, Batch
 from windage.estimators.errors import BadInput, unknown, within
 from windage.llm.arrow import array_of, kind_fits, parts, type_of
-from windage.llm.durable import new_file, tidy
+from windage.llm.durable import made, new_file, tidy
 from windage.llm.rollout_faults import COLUMNS, HEAD, HEADS, faults, lengths_of, padded
 
 SCHEMA = f"windage/rollouts/{SCHEMA_VERSION}"
@@ -139,7 +139,7 @@ def write(
     _check_names(path, names)
     schema = pa.schema([(name, type_of(COLUMNS[name], precision)) for name in names])
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made(folder)
     except OSError as problem:
         raise BadInput(
             f"{str(folder)!r}: {problem.strerror}; allowed: a folder that can be written to"

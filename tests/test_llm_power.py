@@ -16,6 +16,7 @@ from training_harness import configuration, go
 
 from windage.llm import checkpoint, durable
 from windage.llm import folder as folders
+from windage.llm.rollouts import write
 
 PUBLISHES = ("rename", "replace")
 
@@ -113,3 +114,10 @@ def test_a_wait_that_is_left_out_is_noticed(name, model, tmp_path, monkeypatch):
         monkeypatch.setattr(place, what, instead)
     early, lacking = cut(model, tmp_path, monkeypatch)
     assert any(where in path for path in {"early": early, "lacking": lacking}[which])
+
+
+def test_a_store_that_is_left_alone_is_on_the_disk_as_well(tmp_path):
+    disk = Disk(tmp_path)
+    with seen_by(disk):
+        write(tmp_path / "deep" / "store", 1, [], tokenizer="t")
+    assert (disk.early, disk.lacking(tmp_path)) == ([], [])
