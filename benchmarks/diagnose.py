@@ -22,7 +22,7 @@ from typing import Any
 
 from exact import machine
 
-from windage.analysis.diagnose import demo, faults
+from windage.analysis.diagnose import faults, written
 from windage.analysis.diagnose.document import collect_evidence
 from windage.analysis.diagnose.planted import CASES, Run, dump, rows
 
@@ -78,7 +78,7 @@ def timed() -> dict[str, Any]:
     """A dump of about a million tokens, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "million.parquet"
-        demo.write(path, rows(MILLION, 0))
+        written.write(path, rows(MILLION, 0))
         answer = subprocess.run(
             [sys.executable, "-c", TIMED, str(path)], check=True, capture_output=True, text=True
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "policy_temperature": 1.0,
     "drawn": None,
     "kept_cache": False,
+    "write": None,
     "device": "auto",
 }
 
@@ -61,6 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="the sampler went on with keys and values of weights that were replaced",
+    )
+    flags.add_argument(
+        "--write",
+        metavar="FILE",
+        help="parquet file for whole groups of N responses or a few more, with the model's "
+        "log-probabilities, those of a recorded head as well; a dump to diagnose in turn",
     )
     flags.add_argument("--device", metavar="NAME", help="cpu, cuda, ...; default: auto")
 
@@ -127,7 +135,48 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any] | None:
     for folder in (arguments.rescore, *(asked["sampler_model"] or {}).values()):
         if not (Path(folder) / "config.json").is_file():
             raise BadInput(f"{folder!r} holds no model; allowed: a folder with config.json")
+    if asked["write"] is not None:
+        _writable(Path(asked["write"]))
     return asked | {"rescore": arguments.rescore}
+
+
+def _writable(path: Path) -> None:
+    """Refuse a place for a new file before the models are loaded.
+
+    Raises:
+        BadInput: something is there, or no folder for it is.
+    """
+    if path.exists() or not path.parent.is_dir():
+        what = "is there already" if path.exists() else "lies in no folder"
+        raise BadInput(f"--write {str(path)!r} {what}; allowed: a new file in a folder")
+
+
+def written(path: Path, columns: Mapping[str, str] | None, asked: Mapping[str, Any]) -> int:
+    """Write whole groups of a dump with the model's log-probabilities; how many responses.
+
+    Args:
+        path: the dump.
+        columns: of files of no known format.
+        asked: of `checked`.
+    """
+    from windage.analysis.diagnose import rescored as shares
+    from windage.analysis.diagnose.written import write
+    from windage.llm.heads import told
+
+    rows = shares.groups(path, count=asked["sample"], columns=columns, settings=asked["drawn"])
+    dtype, products = asked["policy_format"]
+    with progress("tokens") as advance:
+        found = told(
+            [vars(row) for row in rows],
+            policy=asked["rescore"],
+            dtype=dtype,
+            autocast=products,
+            temperature=asked["policy_temperature"],
+            device=asked["device"],
+            advance=lambda done: advance(done, done),
+        )
+    write(Path(asked["write"]), [replace(r, **one) for r, one in zip(rows, found, strict=True)])
+    return len(rows)
 
 
 def rescored(
@@ -170,7 +219,11 @@ def rescored(
         "policy_temperature": asked["policy_temperature"],
         "kept_cache": asked["kept_cache"],
         "widened": found.widened,
+        "written": None,
     }
+    if asked["write"] is not None:
+        count = written(path, columns, asked)
+        about["written"] = {"path": asked["write"], "responses": count}
     return shares.block(
         rows,
         recorded=found.recorded,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windage.analysis.diagnose import demo, document
+from windage.analysis.diagnose import document, written
 from windage.analysis.diagnose.planted import Run, rows
 from windage.analysis.diagnose.support import support
 from windage.cli.main import main
@@ -27,7 +27,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("dumps")
     for name, run in (("a", SMALL), ("b", Run(groups=16, group_size=3, lag=1, top_p=0.8))):
-        demo.write(folder / f"{name}.parquet", rows(run, 1))
+        written.write(folder / f"{name}.parquet", rows(run, 1))
     return folder / "a.parquet", folder / "b.parquet"
 
 

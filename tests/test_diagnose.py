@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from windage.analysis.diagnose import demo, document, ranking, tails
+from windage.analysis.diagnose import demo, document, ranking, tails, written
 from windage.analysis.diagnose.blocks import gathered
 from windage.analysis.diagnose.document import Diagnosis, collect, metrics
 from windage.analysis.diagnose.groups import Sample
@@ -316,7 +316,7 @@ def test_a_dump_without_the_trainer_still_tells_of_rewards(held: list[Row]) -> N
 def test_the_demo_is_what_its_script_makes(tmp_path: Path) -> None:
     shipped = document.demo()
     assert shipped.stat().st_size < 200_000
-    demo.write(tmp_path / "demo.parquet", rows(demo.RUN, demo.SEED))
+    written.write(tmp_path / "demo.parquet", rows(demo.RUN, demo.SEED))
     import pyarrow.parquet as parquet
 
     assert parquet.read_table(tmp_path / "demo.parquet").equals(parquet.read_table(shipped))

@@ -124,13 +124,18 @@ def block(rows: list[Row]) -> Block:
     )
 
 
+def _wide(row: Row) -> int:
+    """What a head takes beside the other columns of a token, about."""
+    return 0 if row.head_ids is None else row.head_ids.shape[1] // 4
+
+
 def gathered(rows: Iterable[Row], tokens: int = TOKENS) -> Iterator[list[Row]]:
     """Rows in lists of about so many tokens, at most as many rows."""
     held: list[Row] = []
     size = 0
     for row in rows:
         held.append(row)
-        size += len(row.mask) + 16
+        size += len(row.mask) * (1 + _wide(row)) + 16
         if size >= tokens:
             yield held
             held, size = [], 0

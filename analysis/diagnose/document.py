@@ -16,6 +16,7 @@ import numpy as np
 from windage.analysis.diagnose import faults, ranking
 from windage.analysis.diagnose.attribution import Attribution
 from windage.analysis.diagnose.blocks import Block, block, gathered
+from windage.analysis.diagnose.drift import Drift
 from windage.analysis.diagnose.evidence import LAGS, PLACES, Evidence
 from windage.analysis.diagnose.groups import Sample, Selection
 from windage.analysis.diagnose.limits import CAPS, Limits
@@ -66,7 +67,7 @@ class Diagnosis:
     def __init__(self, caps: Sequence[float] = CAPS) -> None:
         self.evidence, self.mismatch = Evidence(), Mismatch()
         self.limits, self.selection, self.sample = Limits(caps), Selection(), Sample()
-        self.attribution = Attribution()
+        self.attribution, self.drift = Attribution(), Drift()
         self.head = Sums("n", "mass", "covered", "ids")
         self.count = {"rows": 0, "tokens": 0, "measured_rows": 0, "measured_tokens": 0}
         self.processed = False
@@ -78,6 +79,7 @@ class Diagnosis:
         self.mismatch.add(here, rows)
         self.limits.add(here)
         self.attribution.add(here)
+        self.drift.add(here)
         self.selection.add(rows)
         self.sample.add(rows)
         self._head(here)
@@ -102,7 +104,7 @@ class Diagnosis:
     def figures(self) -> dict[str, Figure]:
         """Every metric that the dump can tell, by name."""
         found = self.mismatch.kept.figures()
-        found |= self.limits.figures()
+        found |= {**self.limits.figures(), **self.drift.figures()}
         for name, sums in self.mismatch.policies.items():
             stem = name.partition("_")[0]
             for metric in ("k1", "k3") if sums.table["count"].any() else ():

@@ -18,19 +18,21 @@ from windage.analysis.diagnose.mismatch import truncated
 from windage.analysis.diagnose.rows import Row
 from windage.analysis.diagnose.sums import BUCKETS, Figure, Named, Sums, bucket, figure
 
-KEPT = 1 << 17
+KEPT, ROWS = 1 << 17, 1 << 15
 
 
 @final
 class Sample:
-    """Rows of whole groups, of about so many tokens at most.
+    """Rows of whole groups, of about so many tokens and rows at most.
 
     Args:
-        tokens: above which the half of the groups with the larger hash is let go.
+        tokens, rows: above which the half of the groups with the larger hash is let go.
+        fewest: groups that are never thinned.
     """
 
-    def __init__(self, tokens: int = KEPT) -> None:
+    def __init__(self, tokens: int = KEPT, rows: int = ROWS, fewest: int = BUCKETS) -> None:
         self.most, self.tokens = tokens, 0
+        self.most_rows, self.rows, self.fewest = rows, 0, fewest
         self.limit = 2**32
         self.groups: dict[str, list[Row]] = {}
 
@@ -41,13 +43,27 @@ class Sample:
             if _hash(name) < self.limit:
                 self.groups.setdefault(name, []).append(row)
                 self.tokens += len(row.mask)
-                while self.tokens > self.most and len(self.groups) > BUCKETS:
+                self.rows += 1
+                while self._full and len(self.groups) > self.fewest:
                     self._thin()
+
+    @property
+    def _full(self) -> bool:
+        return self.tokens > self.most or self.rows > self.most_rows
 
     def _thin(self) -> None:
         self.limit //= 2
         self.groups = {n: rows for n, rows in self.groups.items() if _hash(n) < self.limit}
         self.tokens = sum(len(row.mask) for rows in self.groups.values() for row in rows)
+        self.rows = sum(map(len, self.groups.values()))
+
+    def first(self, count: int) -> list[Row]:
+        """Whole groups that hold so many rows, or a few more."""
+        found: list[Row] = []
+        for name in sorted(self.groups, key=_hash):
+            if len(found) < count:
+                found += self.groups[name]
+        return found
 
     @property
     def share(self) -> float:

@@ -36,6 +36,8 @@ KEY = (
     "limits/above_2",
     "limits/above_2_response",
     "drift/distance",
+    "drift/centered",
+    "drift/centered_tis",
     "lag/mean",
     "group/constant",
     "length/truncated",
@@ -226,6 +228,11 @@ def rescored(document: Document) -> list[str]:
     ]
     if not found["sampler"]:
         lines.append("The sampler's weights were not given: what lag adds counts as the engine's.")
+    if found["written"]:
+        lines.append(
+            f"{found['written']['responses']:,} responses of whole groups with the model's "
+            f"log-probabilities are in {found['written']['path']}, a dump to diagnose in turn."
+        )
     if found["widened"]:
         lines.append(
             f"{found['widened']:,} tokens count as the last that top-k or top-p keeps, as our pass "
@@ -329,5 +336,5 @@ def summary(document: Document) -> Rendered:
         other = {**document, "dump": document["other"]["dump"], "signs": document["other"]["signs"]}
         lines.insert(1, f"Beside it: {counts(other)} {verdict(other)}")
     if document["rescored"] is not None:
-        lines.append(divergence(document))
+        lines += [divergence(document), *rescored(document)[2:]]
     return Rendered(title="What this dump tells", table=metrics(document, KEY), lines=tuple(lines))

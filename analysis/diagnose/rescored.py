@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from windage.analysis.diagnose.groups import Sample
 from windage.analysis.diagnose.readers import index
 from windage.analysis.diagnose.rows import Row
 from windage.estimators.attribution import MEASURES, averaged, every_order, extremes, shares
@@ -51,23 +53,58 @@ def sample(
     within(2, 1 << 20, sample=count)
     generator = np.random.default_rng(seed)
     kept: list[Row] = []
-    seen = 0
-    for row in index.read(path, columns=columns, refuse=lambda _: None):
-        if not _complete(row):
-            continue
-        seen += 1
+    for seen, row in enumerate(_rows(path, columns, settings), 1):
         if len(kept) < count:
             kept.append(row)
         elif (place := int(generator.integers(seen))) < count:
             kept[place] = row
-    if not kept:
+    return [{name: getattr(row, name) for name in NAMES} for row in _some(kept, path)]
+
+
+def groups(
+    path: Path,
+    *,
+    count: int,
+    columns: Mapping[str, str] | None = None,
+    settings: Mapping[str, float] | None = None,
+) -> list[Row]:
+    """Whole groups of a dump, the same whenever it is asked, that hold so many responses.
+
+    Args:
+        path, columns, settings: as of `sample`.
+        count: responses, or a few more; fewer where the dump has fewer.
+
+    Raises:
+        BadInput: as of `sample`.
+    """
+    within(2, 1 << 20, sample=count)
+    kept = Sample(tokens=1 << 40, rows=4 * count, fewest=16)
+    kept.add(_rows(path, columns, settings))
+    return _some(kept.first(count), path)
+
+
+def _rows(
+    path: Path, columns: Mapping[str, str] | None, settings: Mapping[str, float] | None
+) -> Iterator[Row]:
+    """Responses that a model can be passed over."""
+    for row in index.read(path, columns=columns, refuse=lambda _: None):
+        if _complete(row):
+            given: dict[str, Any] = dict(settings or {})
+            yield replace(row, **{k: v for k, v in given.items() if getattr(row, k) is None})
+
+
+def _some(rows: list[Row], path: Path) -> list[Row]:
+    """Refuse none.
+
+    Raises:
+        BadInput: there is none.
+    """
+    if not rows:
         raise BadInput(
             f"{path}: no response can be rescored; allowed: responses with prompt_ids, "
             "response_ids and behavior_logp"
         )
-    rows = [{name: getattr(row, name) for name in NAMES} for row in kept]
-    given = settings or {}
-    return [row | {k: v for k, v in given.items() if row[k] is None} for row in rows]
+    return rows
 
 
 def _complete(row: Row) -> bool:

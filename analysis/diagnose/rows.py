@@ -30,6 +30,7 @@ class Row:
         current_version: number of the weights that were trained.
         probability_square: sum of squared probabilities before each token.
         head_ids, head_behavior_logp: the sampler's likeliest tokens.
+        head_logp: of these tokens, by the policy being trained, over the whole vocabulary.
         group_id, sample_id, step: names; responses of one group share a prompt.  A dump without
             groups groups by step and tokens of the prompt.
         reward, outcome: after and before shaping.
@@ -57,6 +58,7 @@ class Row:
     probability_square: Float[np.ndarray, " T"] | None = None
     head_ids: Int[np.ndarray, "T K"] | None = None
     head_behavior_logp: Float[np.ndarray, "T K"] | None = None
+    head_logp: Float[np.ndarray, "T K"] | None = None
     group_id: str | None = None
     sample_id: str | None = None
     step: int | None = None

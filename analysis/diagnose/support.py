@@ -13,6 +13,7 @@ distance bounds what the mean can differ by (Jensen) and is a proxy for it: it i
 reference, and for the others grows with the chi-square divergence that they leave uncorrected.
 Where tokens share parameters, only the order is meant; benchmarks/support.py measures how well both
 proxies order the entries on problems whose bias and variance are exact.
+Where the dump holds the head of both sides, an update includes what centering adds on head tokens.
 The reference is the ratio of whole responses where its tail can bear it, else of tokens, which
 leaves out how prefixes were reached.
 """
@@ -30,6 +31,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from windage.analysis.diagnose.blocks import measurable, policy
+from windage.analysis.diagnose.drift import headed, of_head
 from windage.analysis.diagnose.groups import Sample
 from windage.analysis.diagnose.mismatch import Kept, truncated
 from windage.analysis.diagnose.rows import Row
@@ -40,11 +42,12 @@ from windage.estimators.agreement import (
     Space,
     direction,
     gram,
+    inner,
     score_bounds,
     signal_to_noise,
     space,
 )
-from windage.estimators.batch import Batch
+from windage.estimators.batch import HEAD_FIELDS, Batch
 from windage.estimators.catalogue import CATALOGUE
 from windage.estimators.diagnostics import effective_log_ratio
 from windage.estimators.estimator import Coefficients, Estimator
@@ -57,7 +60,11 @@ PLAIN, TOKEN, WHOLE = "rloo", "token_is", "trajectory_is"
 FEWEST = 4
 AFTER = ("weight/ess", "weight/ess_response", "weight/max", "clip/share", "clip/mass_positive",
          "clip/mass_negative", "admission/admitted")  # fmt: skip
-NO_HEAD = "centers on the trainer's log-probabilities of head tokens, which no dump holds"
+NO_HEAD = (
+    "centers on the trainer's log-probabilities of the sampler's head, which the dump lacks; "
+    "--rescore MODEL --write FILE makes a dump that has them"
+)
+NO_SQUARE = "centers, and the dump lacks sum(pi^2), without which a head's update has no norm"
 
 
 @final
@@ -121,7 +128,7 @@ def entries(names: Iterable[str], longest: int, recorded: bool) -> dict[str, Est
     """
     out = {}
     for name in names:
-        entry = CATALOGUE[name]
+        entry = of_head(CATALOGUE[name])
         if "length" in entry.settings and entry.settings["length"] is None and name != "dapo":
             entry = entry.change(length=longest)
         if recorded:
@@ -146,8 +153,11 @@ def batch_of(groups: Sequence[Sequence[Row]], recorded: bool) -> Batch:
     for name in ("proximal_logp", "reference_logp", "probability_square"):
         if all(getattr(row, name) is not None for row in rows):
             columns[name] = [getattr(row, name) for row in rows]
+    columns |= _heads(rows)
     for name, values in columns.items():
-        columns[name] = [np.where(r.mask, v, 0.0) for r, v in zip(rows, values, strict=True)]
+        if name not in HEAD_FIELDS:
+            fitting = zip(rows, values, strict=True)
+            columns[name] = [np.where(r.mask, v, 0.0) for r, v in fitting]
     if all(row.versions is not None and row.current_version is not None for row in rows):
         columns["versions"] = [row.versions - row.current_version for row in rows]  # type: ignore[operator]
     if all(row.finish_reason is not None for row in rows):
@@ -169,6 +179,22 @@ def batch_of(groups: Sequence[Sequence[Row]], recorded: bool) -> Batch:
     )
 
 
+def _heads(rows: Sequence[Row]) -> dict[str, list[Tensor]]:
+    """Heads of one width, where every response has one and ids; a shorter one ends in nothing."""
+    if not rows or not all(headed(row) and row.response_ids is not None for row in rows):
+        return {}
+    width = max(row.head_logp.shape[1] for row in rows)  # type: ignore[union-attr]
+
+    def filled(values: np.ndarray, nothing: float) -> Tensor:
+        short = width - values.shape[1]
+        return torch.from_numpy(np.pad(values, ((0, 0), (0, short)), constant_values=nothing))
+
+    return {
+        name: [filled(getattr(row, name), -1 if name == "head_ids" else -math.inf) for row in rows]
+        for name in HEAD_FIELDS
+    }
+
+
 def advantage(row: Row) -> float | None:
     """The recorded advantage, where all tokens of a response have the same."""
     if row.advantages is None:
@@ -180,8 +206,10 @@ def advantage(row: Row) -> float | None:
 
 def refusal(entry: Estimator, batch: Batch, recorded: bool) -> str | None:
     """Why an entry cannot be served, or None."""
-    if entry.centering is not None:
+    if entry.centering is not None and batch.head_logp is None:
         return NO_HEAD
+    if entry.centering is not None and batch.probability_square is None:
+        return NO_SQUARE
     if recorded and entry.active_penalties:
         return "has a penalty beside the advantage, and only the framework's advantages are known"
     missing = [name for name in entry.needs_beside_admission if getattr(batch, name) is None]
@@ -244,9 +272,9 @@ def _measured(
     batches = [batch_of(part, recorded) for part in parts]
     wanted, excluded = _wanted(batches, names, recorded)
     runs = {name: _Run() for name in wanted}
-    owns: list[dict[str, Tensor]] = []
+    tables: list[dict[str, dict[str, float]]] = []
     for number, (batch, part) in enumerate(zip(batches, parts, strict=True)):
-        owns.append({})
+        each: dict[str, Coefficients] = {}
         ids = _ids(batch, part)
         told = ids is not None and batch.probability_square is not None
         at = space(batch, ids) if told else None
@@ -257,18 +285,16 @@ def _measured(
                 excluded[name] = " ".join(str(problem).split())
                 del wanted[name], runs[name]
                 continue
-            owns[-1][name] = made.own[batch.mask].double()
+            each[name] = made
             runs[name].add(entry, batch, made, at, number)
-    table = [
-        gram(torch.stack([own[name] for name in wanted]), norms_of(batch)).numpy()
-        for own, batch in zip(owns, batches, strict=True)
-    ]
+        tables.append(products(each, batch, at))
+    table = [[[one[a][b] for b in wanted] for a in wanted] for one in tables]
     found = {name: runs[name].found() for name in wanted}
     whole = found.get(WHOLE)
     steady = whole is not None and (whole.tail is None or whole.tail < whole.limit)
     return Support(
         names=tuple(wanted),
-        gram=np.stack(table),
+        gram=np.array(table),
         found=found,
         excluded=excluded,
         reference=WHOLE if steady else TOKEN,
@@ -279,6 +305,23 @@ def _measured(
         groups=sum(len(part) for part in parts),
         row_of={name: number for number, name in enumerate(wanted)},
     )
+
+
+def products(
+    made: Mapping[str, Coefficients], batch: Batch, at: Space | None
+) -> dict[str, dict[str, float]]:
+    """Inner products of all pairs of updates, those of head tokens included."""
+    names = list(made)
+    own = torch.stack([one.own[batch.mask].double() for one in made.values()])
+    table = gram(own, norms_of(batch))
+    heads = [i for i, name in enumerate(names) if made[name].head is not None]
+    if heads and at is not None:
+        ways = [direction(one, batch, at) for one in made.values()]
+        for i in heads:
+            for j, way in enumerate(ways):
+                scale = ways[i].scale * way.scale
+                table[i, j] = table[j, i] = float(inner(ways[i], way, at)) * scale
+    return {name: dict(zip(names, table[i].tolist(), strict=True)) for i, name in enumerate(names)}
 
 
 def norms_of(batch: Batch) -> Float[Tensor, " N"]:

@@ -73,6 +73,14 @@ def words(name: str) -> Words:
     """
     if name in _OTHERS:
         return _OTHERS[name]
+    if name.startswith("drift/"):
+        weight = "1" if name == "drift/centered" else f"the weight of `{name[6:]}` at advantage 1"
+        return Words(
+            f"sum over v of |mean over mu of w(y) (1[v = y] - pi(v))| / N, w {weight}: what a "
+            "constant reward of 1 moves the logits by, tail rescaled; centering takes it away",
+            "probability",
+            "down",
+        )
     if name in NAMES:
         metric = NAMES[name]
         return Words(metric.formula, metric.unit, metric.better, metric.verl, metric.stage)

@@ -15,6 +15,7 @@ from windage.analysis.diagnose.rows import Rejected, Row
 Refuse = Callable[[Rejected], None]
 
 LOGPS = ("behavior_logp", "logp", "proximal_logp", "reference_logp")
+HEADS = ("head_behavior_logp", "head_logp")
 # What rounding in half precision may add to a log-probability of 0.
 ROUNDING = 0.01
 NUMBERS = {float, int}
@@ -206,6 +207,7 @@ def row(where: str, mask: Bool[np.ndarray, " T"], **fields: Any) -> Row:
     for name in (*LOGPS, "advantages", "probability_square"):
         if name in columns:
             fields[name] = _on_mask(name, columns[name], mask)
+    _head(fields, mask)
     return Row(where=where, mask=mask, **fields)
 
 
@@ -225,6 +227,28 @@ def _on_mask(
             "above 0", f"has {name} {column[t]:g} at token {t}; allowed: log-probabilities, up to 0"
         )
     return column if finite.all() else np.where(finite, column, 0.0)
+
+
+def _head(fields: Mapping[str, Any], mask: Bool[np.ndarray, " T"]) -> None:
+    """Refuse log-probabilities of a head that are none, or of other tokens than it names."""
+    names = [name for name in ("head_ids", *HEADS) if fields.get(name) is not None]
+    widths = {name: fields[name].shape[1] for name in names}
+    if len({*widths.values()}) > 1:
+        told = ", ".join(f"{name} {width}" for name, width in widths.items())
+        raise Fault("lengths differ", f"has heads of different width ({told}); allowed: the same")
+    for name in (name for name in HEADS if name in widths):
+        bad = mask[:, None] & ~(fields[name] <= ROUNDING)
+        if bad.any():
+            t, k = np.argwhere(bad)[0]
+            reason = "not finite" if np.isnan(fields[name][t, k]) else "above 0"
+            what = f"has {name} {fields[name][t, k]:g} at token {t}; allowed: log-probabilities"
+            raise Fault(reason, what)
+    if "head_ids" in widths:
+        ids = np.sort(fields["head_ids"], 1)
+        twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
+        if twice.any():
+            what = f"names a token of the head twice at token {int(twice.argmax())}; allowed: once"
+            raise Fault("duplicate", what)
 
 
 def span(mask: Bool[np.ndarray, " S"]) -> slice:

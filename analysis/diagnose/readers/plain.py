@@ -16,6 +16,7 @@ import numpy as np
 
 from windage.analysis.diagnose.readers import jsonl, tables
 from windage.analysis.diagnose.readers.fields import (
+    HEADS,
     LOGPS,
     Fault,
     Refuse,
@@ -36,7 +37,7 @@ from windage.estimators.errors import BadInput, unknown
 
 NAME = "plain"
 FIELDS = tuple(f.name for f in fields(Row) if f.name not in ("where", "others"))
-HEAD = ("head_ids", "head_behavior_logp")
+HEAD = ("head_ids", *HEADS)
 ONE: Mapping[str, Callable[[str, Any], Any]] = {
     "current_version": integer,
     "group_id": text,
