@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -285,7 +286,7 @@ def test_files_and_splits_that_are_not_there_are_refused(tmp_path):
 # The hub.
 
 
-def test_data_sets_of_the_hub_are_read_in_the_same_fields(monkeypatch):
+def test_data_sets_of_the_hub_are_read_in_the_same_fields(monkeypatch, capsys, caplog):
     calls = []
 
     def load_dataset(name, part, split):
@@ -304,11 +305,13 @@ def test_data_sets_of_the_hub_are_read_in_the_same_fields(monkeypatch):
     assert {name for name, _, split in calls if split == "test"} == {"HuggingFaceH4/MATH-500"}
 
     def fails(name, part, split):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
         raise ConnectionError("no way\nthere")
 
     monkeypatch.setattr(hub, "load_dataset", fails)
     with refused("'openai/gsm8k' is not reached: no way", "held_out=FILE"):
         get("gsm8k").questions("held out", 0, 0, 1)
+    assert capsys.readouterr().err == "" and not caplog.records
 
 
 def test_without_the_package_the_hub_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -63,6 +64,7 @@ def hub(name: str, parts: Sequence[str | None], split: str) -> Iterator[tuple[st
             f"allowed: pip install 'windage[hub]', or {allowed}"
         )
     datasets = import_module("datasets")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a refusal is one line
     for part in parts:
         try:
             data = datasets.load_dataset(name, part, split=split)
