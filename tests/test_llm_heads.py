@@ -151,8 +151,8 @@ def test_drift_is_the_gradient_of_a_constant_reward(folders, head):
                 assert (old.gather(1, ids) - q).abs().max() < 1e-5
             sizes.append(wanted_drift(q, z, torch.from_numpy(row.head_ids[row.mask]), weigh))
         wanted = float(torch.cat(sizes).mean())
-        assert wanted > 0.005
-        assert figures[f"drift/{name}"].value == pytest.approx(wanted, rel=2e-4), name
+        assert wanted > 0.005 or name == "starting_point"  # a cap that no ratio reaches
+        assert figures[f"drift/{name}"].value == pytest.approx(wanted, rel=2e-4, abs=1e-6), name
     honest = [replace(row, head_behavior_logp=row.head_logp) for row in with_policy(rows, folders)]
     still = collect(honest).figures()
     assert all(still[f"drift/{name}"].value < 1e-6 for name in WEIGHTS)
