@@ -185,9 +185,7 @@ def load(
     if lora is not None:
         model = _adapted(model, lora)
     if checkpointing:
-        model.gradient_checkpointing_enable()
-        if lora is not None:
-            model.enable_input_require_grads()
+        _checkpointed(model, str(path))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a pass that is differentiated must be the pass that was measured
@@ -201,6 +199,29 @@ def load(
         stop_ids=_stop_ids(model, tokenizer),
         path=str(path),
     )
+
+
+def _checkpointed(model: Any, path: str) -> None:
+    """Compute what the layers keep for the backward pass again there.
+
+    They do it in training mode alone, which nothing else of the model is in: none drops anything.
+
+    Raises:
+        BadInput: a model whose layers cannot.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise BadInput(f"model {path!r} keeps its activations; allowed: no gradient_checkpointing")
+    model.gradient_checkpointing_enable()
+    if hasattr(model, "peft_config"):
+        model.enable_input_require_grads()
+    for layer in layers:
+        layer.training = True
+        for name, value in vars(layer).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
 
 
 def chosen(device: str) -> torch.device:

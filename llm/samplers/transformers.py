@@ -286,7 +286,7 @@ class TransformersSampler:
     @contextmanager
     def _ready(self) -> Iterator[None]:
         """Evaluation mode, no gradient, and the number format; a shared model gets back its own."""
-        training = self.model.training
+        training = [module for module in self.model.modules() if module.training]
         cast = (
             nullcontext()
             if self.autocast is None
@@ -297,7 +297,8 @@ class TransformersSampler:
             with torch.no_grad(), cast:
                 yield
         finally:
-            self.model.train(training)
+            for module in training:
+                module.training = True
 
     def load(self, weights: Weights, version: int, *, keep_cache: bool = False) -> None:
         """Take new weights in place; a shared model has them already.
