@@ -23,6 +23,7 @@ VERBS = {
     "pipeline": "asynchronous pipeline: throughput, lag, selection bias",
     "choose": "lag, length, group size, budget in: ranked recipes with the reasons",
     "diagnose": "a rollout dump of a real run in: mismatch, faults, which estimator it supports",
+    "record": "how to record runs of verl, TRL and prime-rl, and prime-rl's exports as a store",
     "evaluate": "a language model on held-out questions: pass@k, maj@k, two models in pairs",
     "sample": "responses of a language model, judged and recorded, as a store to train on",
     "train": "a language model trained with the estimators that the studies measure",

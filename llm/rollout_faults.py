@@ -16,6 +16,8 @@ OWN_LENGTH = ("prompt_ids", "components")
 HEAD = ("head_ids", "head_behavior_logp")
 # Log-probabilities of head tokens, which may be -inf.
 HEADS = ("head_behavior_logp", "head_logp")
+# What only the trainer says, and so not of a response that it never saw.
+TRAINED = ("logp", "probability_square", "advantages")
 # What rounding in half precision may add to a log-probability of 0.
 ROUNDING = 0.01
 LIMITS = {
@@ -52,8 +54,11 @@ def faults(table: pa.RecordBatch, seen: set[str]) -> dict[int, str]:
 
 
 def _every(table: pa.RecordBatch, seen: set[str]) -> Found:
+    out = ~_unknown(table["rejected"])
     for name in table.schema.names:
-        yield from _nulls(name, table[name])
+        for row, what in _nulls(name, table[name]):
+            if not (name in TRAINED and out[row] and not table[name][row].is_valid):
+                yield row, what
     for place in np.flatnonzero(_unknown(table["outcome"]) & ~_unknown(table["reward"])):
         yield int(place), "outcome is null beside a reward; allowed: the reward before shaping"
     yield from _lengths(table)
@@ -110,8 +115,8 @@ def _lengths(table: pa.RecordBatch) -> Found:
     wanted = lengths_of(table["response_ids"])
     for name in table.schema.names:
         if parts(COLUMNS[name])[1] and name not in OWN_LENGTH:
-            counts = lengths_of(table[name])
-            for row in np.flatnonzero(counts != wanted):
+            counts, there = lengths_of(table[name]), ~_unknown(table[name])
+            for row in np.flatnonzero((counts != wanted) & there):
                 yield (
                     int(row),
                     f"{name} has {counts[row]} entries, response_ids {wanted[row]}; "

@@ -25,6 +25,9 @@ The columns are those of `ROLLOUT_FIELDS` and, where recorded, of `ROLLOUT_OPTIO
     values, returns        a critic's value before each token, and what it was fitted to
     turns                  number of the turn in which the token was written
 
+`logp`, `probability_square` and `advantages` of a response that was rejected may be null: the
+trainer never saw it.
+
 Each file's metadata holds the schema and the fingerprint of the tokenizer; there is no pickle and
 no extension type, so any parquet tool reads them.  A step is written once and never again.
 """

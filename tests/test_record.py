@@ -23,8 +23,11 @@ from windage.llm.rollouts import read, steps, write
 class Words:
     """A tokenizer's vocabulary."""
 
-    def get_vocab(self) -> dict[str, int]:
-        return {"b": 1, "a": 0}
+    def __len__(self) -> int:
+        return 2
+
+    def convert_ids_to_tokens(self, ids: Any) -> list[str]:
+        return ["ab"[n] for n in ids]
 
 
 TOKENIZER = vocabulary(Words())
@@ -86,6 +89,18 @@ def test_what_a_new_column_may_not_hold_is_refused(name, value, said, tmp_path):
     (row,) = rectangle(rows=1).rows()
     with refused(name, said.removeprefix("allowed: finite numbers from -inf ")):
         write(tmp_path, 0, [{**row, name: [value]}], tokenizer=TOKENIZER)
+
+
+def test_only_a_rejected_response_may_lack_what_the_trainer_says(tmp_path):
+    (row,) = rectangle(rows=1).rows()
+    whole = {**row, "sample_id": "whole", "logp": [-1.0]}
+    out = {**row, "sample_id": "out", "logp": None, "rejected": "no token export"}
+    write(tmp_path, 0, [whole, out], tokenizer=TOKENIZER)
+    assert [len(row["logp"]) for row in read(tmp_path, tokenizer=TOKENIZER)] == [1, 0]
+    with refused("row 1", "logp is null"):
+        write(tmp_path, 1, [whole, {**out, "rejected": None}], tokenizer=TOKENIZER)
+    with refused("row 1", "versions is null"):
+        write(tmp_path, 1, [whole, {**out, "versions": None}], tokenizer=TOKENIZER)
 
 
 def test_training_waits_for_nothing_but_the_copy(tmp_path):

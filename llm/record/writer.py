@@ -123,9 +123,8 @@ class Recorder:
 
 
 def vocabulary(tokenizer: Any) -> str:
-    """The fingerprint of a transformers tokenizer."""
-    found = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    return fingerprint([token for token, _ in found])
+    """The fingerprint of a transformers tokenizer, as a model that is loaded has it."""
+    return fingerprint(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
 
 
 def here(value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from windage.analysis.diagnose.readers import (
     store,
     tables,
     tensors,
-    traces,
 )
 from windage.analysis.diagnose.readers.fields import Fault, Refuse, shown
 from windage.analysis.diagnose.readers.files import Dump, container, regular
+from windage.analysis.diagnose.readers.traces import fits as is_trace
 from windage.analysis.diagnose.rows import Rejected, Row
 from windage.estimators.errors import BadInput
 
@@ -76,23 +77,40 @@ def detect(path: Path) -> str:
 
 
 def read(
-    path: Path, *, columns: Mapping[str, str] | None = None, refuse: Refuse = strict
+    path: Path,
+    *,
+    columns: Mapping[str, str] | None = None,
+    traces: Path | None = None,
+    refuse: Refuse = strict,
 ) -> Iterator[Row]:
     """The rows of a dump, one at a time.
 
     Args:
         path: a file, or a folder of files.
         columns: for files of no known format: the column that holds a field of `Row`.
+        traces: of prime-rl, a file or folder, where they do not lie beside its token exports.
         refuse: told of each row that is set aside, such as the `append` of a list; rows that come
             and rows set aside are together the rows of the dump.
 
     Raises:
-        BadInput: no dump, before the first row; a map that does not fit.
+        BadInput: no dump, before the first row; a map that does not fit; traces of another format.
     """
     name, dump = _survey(path, columns, refuse)
+    if traces is not None:
+        dump = _beside(name, dump, traces, refuse)
     if columns:
         return plain.rows(dump, refuse, columns=columns)
     return READERS[name](dump, refuse)
+
+
+def _beside(name: str, dump: Dump, place: Path, refuse: Refuse) -> Dump:
+    """The dump with the traces of a place instead of those that it has."""
+    files = [file for file in regular(place, refuse) if _kind(file) == TRACES]
+    if name != prime_rl.NAME:
+        raise BadInput(f"{shown(dump.root)} is a dump of {name}; allowed with traces: prime-rl")
+    if not files:
+        raise BadInput(f"{shown(place)} holds no traces; allowed: traces.jsonl of prime-rl")
+    return replace(dump, beside=files)
 
 
 def _survey(path: Path, columns: Mapping[str, str] | None, refuse: Refuse) -> tuple[str, Dump]:
@@ -174,7 +192,7 @@ def _of_lines(path: Path) -> str:
         for name, fits in FITS.items():
             if fits(record):
                 return name
-        if traces.fits(record):
+        if is_trace(record):
             return TRACES
         first = record if first is None else first
     return UNREADABLE if first is None else _bare(first)

@@ -9,6 +9,7 @@ training data.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from windage.analysis.diagnose.rows import Rejected, Row
 
 Told = dict[str, Any]
 LEFT = "no token export"
+# Of the folder in which a trace lies: the step that its siblings trained.
+STEP = re.compile(r".*\bstep_(\d{1,12})/")
 
 
 def fits(record: Mapping[str, Any]) -> bool:
@@ -90,7 +93,7 @@ def traces_of(dump: Dump, refuse: Refuse) -> Traces:
     files = list(dump.beside)
     runs = {
         parent.parent
-        for path in dump.files
+        for path in (() if files else dump.files)
         for parent in path.absolute().parents
         if parent.name == "token_exports"
     }
@@ -250,6 +253,7 @@ def _row(where: str, branch: Mapping[str, Any]) -> Row:
         behavior = np.zeros(len(mask))
         behavior[mask] = logps
     told = _per_token(_told(branch), own.stop - own.start)
+    step = STEP.match(where)
     others = {"trace": True, **told.pop("others", {})}
     return row(
         where,
@@ -258,6 +262,7 @@ def _row(where: str, branch: Mapping[str, Any]) -> Row:
         response_ids=tokens[own],
         prompt_ids=tokens[: own.start],
         rejected=LEFT,
+        step=int(step[1]) if step else None,
         **told,
         others=others,
     )
