@@ -13,7 +13,7 @@ import torch
 from windage.estimators.errors import BadInput
 from windage.llm.guard import Fault, in_rows
 from windage.llm.models import Loaded, decode, encode
-from windage.llm.samplers.protocol import Between, Request, Response, Sampler, Sampling
+from windage.llm.samplers.protocol import Between, Request, Response, Sampler, Sampling, alive
 from windage.llm.tasks.protocol import Question, Task
 from windage.llm.verify import Scale, Verdict, reward
 
@@ -91,12 +91,14 @@ def draw(
 
     Raises:
         BadInput: a reward or a log-probability is not finite; names the response.
+        EngineDied: the engine ended by itself.
     """
     requests = [
         Request(prompt_ids=encode(desk.loaded, q.text), count=count, seed=seed_of(seed, start + n))
         for n, q in enumerate(questions)
     ]
-    groups = desk.sampler.sample(requests, desk.sampling, between)
+    with alive():
+        groups = desk.sampler.sample(requests, desk.sampling, between)
     found = [
         (start + n, g, question, request, response, decode(desk.loaded, response.ids))
         for n, (question, request, group) in enumerate(

@@ -26,7 +26,8 @@ from torch import Tensor
 from windage.estimators.errors import BadInput
 from windage.llm import rollouts
 from windage.llm.draw import Desk, Drawn, Row, draw
-from windage.llm.samplers.protocol import Sampler
+from windage.llm.samplers import probe
+from windage.llm.samplers.protocol import Sampler, death
 
 DEATHS = 3
 
@@ -315,18 +316,19 @@ class Asynchronous:
                     self._changed.notify_all()
 
     def _drawn(self, step: int) -> list[Drawn]:
-        for death in range(DEATHS + 1):
+        for before in range(DEATHS + 1):
             try:
                 self._settle()
                 return self._order.ask(self._desk, step, self._take)
-            except (BadInput, _Stopped):
-                raise
             except Exception as problem:
+                why = death(problem)
+                if not why:
+                    raise
                 self.deaths += 1
-                if death == DEATHS:
+                if before == DEATHS:
                     raise BadInput(
-                        f"the sampler died {DEATHS + 1} times in a row at step {step}: "
-                        f"{type(problem).__name__}: {_line(problem)}; allowed: an engine that runs"
+                        f"the sampler died {DEATHS + 1} times in a row at step {step}: {why}; "
+                        "allowed: an engine that runs"
                     ) from problem
                 with suppress(Exception):
                     self._desk.sampler.close()
@@ -346,16 +348,12 @@ class Asynchronous:
 
 def load(desk: Desk, news: News) -> None:
     """Give a sampler new weights, and see that it has them."""
-    desk.sampler.load(news.weights, news.version)
+    probe.take(desk.sampler, news.weights, news.version)
     news.check(desk.sampler)
 
 
-class _Stopped(Exception):
-    """The run is over."""
-
-
-def _line(problem: Exception) -> str:
-    return (str(problem).splitlines() or [""])[0]
+class _Stopped(BaseException):
+    """The run is over; no engine takes it for an error of its own."""
 
 
 @final

@@ -28,6 +28,7 @@ from windage.llm.evaluate import evaluate
 from windage.llm.journal import Journal
 from windage.llm.learner import Outcome, Row
 from windage.llm.run import Run
+from windage.llm.samplers.protocol import death
 from windage.llm.sources import Synchronous, shuffled
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -150,13 +151,13 @@ def _rollouts(run: Run, step: int) -> Step:
 def _drawn(run: Run, step: int) -> Step:
     try:
         found = run.source.rows(step)
-    except BadInput:
-        raise
     except Exception as problem:
-        why = (str(problem).splitlines() or [""])[0]
+        why = death(problem)
+        if not why:
+            raise
         raise BadInput(
-            f"the sampler died at step {step + 1}: {type(problem).__name__}: {why}; allowed: an "
-            "engine that runs; --resume goes on from the last checkpoint"
+            f"the sampler died at step {step + 1}: {why}; allowed: an engine that runs; --resume "
+            "goes on from the last checkpoint"
         ) from problem
     texts = [one for one in found if isinstance(one, Drawn)]
     rows = [dict(one.row) if isinstance(one, Drawn) else dict(one) for one in found]

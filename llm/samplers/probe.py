@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from windage.estimators.errors import positive
-from windage.llm.samplers.protocol import Sampler, SamplerFault, Weights
+from windage.llm.samplers.protocol import Sampler, SamplerFault, Weights, alive
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 # The third highest bit of a mantissa: 6 to 13 % of the number.
@@ -79,7 +79,8 @@ def gap(sampler: Sampler, sequences: Sequences, logp: Sequence[Tensor]) -> Gap:
         logp: of the responses' tokens at temperature 1, by the trainer.
     """
     ours = torch.cat([value.detach().double().cpu() for value in logp])
-    theirs = torch.cat([value.double() for value in sampler.score(sequences)])
+    with alive():
+        theirs = torch.cat([value.double() for value in sampler.score(sequences)])
     apart = (ours - theirs).abs()
     return Gap(mean=float(apart.mean()), largest=float(apart.max()))
 
@@ -102,6 +103,16 @@ def check(
             f"{tolerance.largest:g} and {tolerance.mean:g}"
         )
     return found
+
+
+def take(sampler: Sampler, weights: Weights, version: int) -> None:
+    """Give a sampler new weights.
+
+    Raises:
+        SamplerFault: it does not take them; `EngineDied` where it ended by itself.
+    """
+    with alive():
+        sampler.load(weights, version)
 
 
 def rehearse(
@@ -130,14 +141,14 @@ def rehearse(
             computed.
     """
     version = sampler.version
-    sampler.load(weights(), version)
+    take(sampler, weights(), version)
     # Scoring fills what an engine keeps of prefixes, too.
     before = check(sampler, sequences, score(), tolerance)
     with changed(parameters):
-        sampler.load(weights(), version)
+        take(sampler, weights(), version)
         mean = GROWTH * before.mean + ROOM
         check(sampler, sequences, score(), replace(tolerance, mean=mean))
-    sampler.load(weights(), version)
+    take(sampler, weights(), version)
     return check(sampler, sequences, score(), tolerance)
 
 

@@ -7,7 +7,8 @@ A recorded log-probability is that of `mu`, the distribution that the token was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol, final, runtime_checkable
@@ -20,6 +21,41 @@ from windage.estimators.errors import BadInput, within
 
 class SamplerFault(BadInput):
     """What a sampler gave cannot be used; the message is one line: what, where, what to do."""
+
+
+@final
+class EngineDied(SamplerFault):
+    """The engine ended by itself: another one may go on where it stood."""
+
+
+def death(problem: BaseException) -> str:
+    """What an engine died of, as a line; empty: it did not, the problem is a refusal.
+
+    Example:
+        >>> death(RuntimeError("out of memory")), death(BadInput("a prompt is empty"))
+        ('RuntimeError: out of memory', '')
+    """
+    if isinstance(problem, BadInput) and not isinstance(problem, EngineDied):
+        return ""
+    cause = problem.__cause__ or problem
+    return f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
+
+
+@contextmanager
+def alive() -> Iterator[None]:
+    """Have an engine at work: whatever it raises that is no refusal is its death.
+
+    Raises:
+        EngineDied: one line, of what.
+    """
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as problem:
+        raise EngineDied(
+            f"the sampler died: {death(problem)}; allowed: an engine that runs"
+        ) from problem
 
 
 # Called between two tokens; a sampler may be given new weights there.

@@ -24,6 +24,7 @@ from torch import Tensor
 from windage.estimators.errors import BadInput, within
 from windage.llm.samplers.protocol import (
     Between,
+    EngineDied,
     Request,
     Response,
     SamplerFault,
@@ -185,7 +186,8 @@ class VllmSampler:
 
         Raises:
             BadInput: a setting or a request that cannot be served.
-            SamplerFault: a log-probability that is not finite, or the engine ended.
+            SamplerFault: a log-probability that is not finite.
+            EngineDied: the engine ended.
         """
         checked(requests, sampling, longest=self.longest, vocabulary=self._vocabulary)
         start = time.perf_counter()
@@ -244,7 +246,7 @@ class VllmSampler:
         try:
             return self._engine.step()
         except Exception as problem:
-            raise SamplerFault(
+            raise EngineDied(
                 f"the engine vLLM failed at version {self.version}: {_line(problem)}"
             ) from problem
 
@@ -267,7 +269,8 @@ class VllmSampler:
         is packed again. Responses in the making are read again unless their cache is kept.
 
         Raises:
-            SamplerFault: the engine did not take them.
+            EngineDied: the engine did not take them.
+            SamplerFault: it kept what older weights had computed.
         """
         try:
             items = ((name, value.detach()) for name, value in weights)
@@ -276,7 +279,7 @@ class VllmSampler:
             self.version = version
             done = keep_cache or self._engine.reset_prefix_cache(reset_running_requests=True)
         except Exception as problem:
-            raise SamplerFault(
+            raise EngineDied(
                 f"the engine vLLM did not take the weights of version {version}: {_line(problem)}"
             ) from problem
         if not done:
