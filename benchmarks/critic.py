@@ -9,7 +9,8 @@
     ... --recipes rloo ppo --steps 3 --responses 8 --seeds 1          a part of it
 
 N responses are N / G groups of G responses, or N prompts with a response each and a critic that
-learns along.  Each part replaces its own rows of benchmarks/results/critic.json.
+learns along.  Each part replaces its own rows of benchmarks/results/critic.json, those of learning
+after every step, so that an interrupted run keeps what it has: `steps` says how far it came.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ import json
 import math
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -374,51 +374,60 @@ def learning(
     responses: int,
     seeds: int,
     rate: float,
-) -> Iterator[dict[str, Any]]:
-    """A row a recipe: mean reward over the last quarter of the steps, and over all, by seed.
+    tell: Callable[[dict[str, Any]], None],
+) -> None:
+    """Train with every recipe.
 
     Args:
         responses: of a step.
         rate: learning rate of a critic with a trunk of its own.
+        tell: is given a recipe's row after every step, of what was learned until there.
     """
     for name in names:
-        first, late, whole, share, seconds = [], [], [], [], []
+        found: list[list[dict[str, Any]]] = []
         for seed in range(seeds):
-            records: list[dict[str, Any]] = []
+            base = configs.build(RECIPES[name], configs.build(told))
+            last = steps or base.train.steps
+            found.append([])
+
+            def keep_step(
+                record: dict[str, Any], name: str = name, found: Any = found, last: int = last
+            ) -> None:
+                found[-1].append(record)
+                about = {"model": model.name, "recipe": name, "steps": len(found[-1])}
+                about["responses"] = responses * last  # of a run that reaches its end
+                tell(about | learned_so_far(found))
+
             with tempfile.TemporaryDirectory() as folder:
-                base = configs.build(RECIPES[name], configs.build(told))
                 changes: dict[str, Any] = {
                     "model": {"path": str(model), "device": "cpu"},
-                    "train": {
-                        "steps": steps or base.train.steps,
-                        "prompts": responses // base.train.group_size,
-                    },
+                    "train": {"steps": last, "prompts": responses // base.train.group_size},
                     "critic": {"learning_rate": rate if base.critic.kind == "model" else 0.0},
                     "run": {"folder": f"{folder}/run", "seed": seed, "card": False},
                 }
-                clock = time.perf_counter()
-                train(runs.start(configs.build(changes, base)), records.append)
-                seconds.append(time.perf_counter() - clock)
-            rewards = [record["reward/mean"] for record in records]
-            first.append(rewards[0])
-            late.append(_mean(rewards[-max(len(rewards) // 4, 1) :]))
-            whole.append(_mean(rewards))
-            told_of = [r[EXPLAINED] for r in records if EXPLAINED in r]
-            share.append(_mean(told_of[-5:]) if told_of else None)
-            print(f"{name} seed {seed}: {rewards[0]:.3f} -> {late[-1]:.3f}", file=sys.stderr)
-        yield {
-            "model": model.name,
-            "recipe": name,
-            "steps": len(rewards),
-            "responses": responses * len(rewards),
-            "first": first,
-            "last_quarter": late,
-            "all_steps": whole,
-            "last_quarter_mean": _mean(late),
-            "half_width": _half_width(late),
-            "explained_variance": share,
-            "seconds_a_run": _mean(seconds),
-        }
+                train(runs.start(configs.build(changes, base)), keep_step)
+            rewards = [record["reward/mean"] for record in found[-1]]
+            print(f"{name} seed {seed}: {rewards[0]:.3f} -> {rewards[-1]:.3f}", file=sys.stderr)
+
+
+def learned_so_far(found: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Mean reward over the last quarter of the steps, and over all, by seed.
+
+    Args:
+        found: records of each seed's run, the last of which may go on.
+    """
+    rewards = [[record["reward/mean"] for record in records] for records in found]
+    late = [_mean(one[-max(len(one) // 4, 1) :]) for one in rewards]
+    told = [[r[EXPLAINED] for r in records if EXPLAINED in r] for records in found]
+    return {
+        "first": rewards[-1][0],
+        "last_quarter": late,
+        "all_steps": [_mean(one) for one in rewards],
+        "last_quarter_mean": _mean(late),
+        "half_width": _half_width(late),
+        "explained_variance": [_mean(one[-5:]) if one else None for one in told],
+        "seconds_a_run": _mean([math.fsum(r["time/step"] for r in records) for records in found]),
+    }
 
 
 def _mean(values: list[float]) -> float:
@@ -438,13 +447,15 @@ def _half_width(values: list[float]) -> float | None:
 # Results -----------------------------------------------------------------------------------------
 
 
-def keep(part: str, rows: list[dict[str, Any]], *keys: str) -> None:
-    """Replace rows of a part by those of the same keys."""
-    known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+def keep(result: Path, part: str, rows: list[dict[str, Any]], *keys: str) -> None:
+    """Replace rows of a part by those of the same keys; the file is whole at any time."""
+    known = json.loads(result.read_text()) if result.exists() else {}
     new = {tuple(row[key] for key in keys) for row in rows}
     old = [row for row in known.get(part, []) if tuple(row[key] for key in keys) not in new]
     known |= {"machine": machine(), part: [*old, *(_rounded(row) for row in rows)]}
-    RESULT.write_text(json.dumps(known, indent=1) + "\n")
+    beside = result.with_suffix(".new")
+    beside.write_text(json.dumps(known, indent=1) + "\n")
+    beside.replace(result)
 
 
 def _rounded(value: Any) -> Any:
@@ -464,10 +475,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--responses", type=int, default=BATCH, help="of a step")
     parser.add_argument("--seeds", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULT, metavar="FILE", help="kept there")
     asked = parser.parse_args()
     torch.set_num_threads(1 if asked.model is None else torch.get_num_threads())
     if asked.part != "learning":
-        keep("variance", variance(), "baseline", "lam")
+        keep(asked.out, "variance", variance(), "baseline", "lam")
     if asked.part == "variance":
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -476,7 +488,7 @@ def main() -> None:
         model = made(Path(folder) / "small") if asked.model is None else asked.model
         seeds = asked.seeds or (3 if asked.model is None else 1)
         rate = 5e-4 if asked.model is None else 1e-5
-        for row in learning(
+        learning(
             model,
             told,
             asked.recipes,
@@ -484,8 +496,8 @@ def main() -> None:
             responses=asked.responses,
             seeds=seeds,
             rate=rate,
-        ):
-            keep("learning", [row], "model", "recipe", "responses")
+            tell=lambda row: keep(asked.out, "learning", [row], "model", "recipe", "responses"),
+        )
 
 
 if __name__ == "__main__":
