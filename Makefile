@@ -16,6 +16,7 @@ test: $(STAMP)
 
 check-long: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) -m '' --hypothesis-profile=long $(ARGS)
+	$(BIN)/python benchmarks/reliability.py
 
 lint: dev
 	$(BIN)/ruff check .
