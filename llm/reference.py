@@ -29,12 +29,11 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windage.estimators.errors import BadInput, unknown, within
 from windage.estimators.penalty import ema
@@ -131,17 +130,19 @@ def mixed(reference: Tensor, policy: Tensor, alpha: float) -> Tensor:
 
 
 @torch.no_grad()
-def refresh(reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], alpha: float) -> None:
-    """Move a reference, in place, one tensor at a time.
+def refresh(reference: nn.Module, policy: nn.Module, alpha: float) -> None:
+    """Move a reference, in place, one tensor at a time, one that has two names (tied) once.
 
     Args:
-        reference: its `state_dict`, whose tensors a checkpoint keeps.
+        reference: the tensors of its `state_dict` are what a checkpoint keeps.
         policy: the same names.
 
     Raises:
         ValueError: names that only one of them has.
     """
-    if odd := reference.keys() ^ policy.keys():
+    own, theirs = (one.state_dict(keep_vars=True) for one in (reference, policy))
+    if odd := own.keys() ^ theirs.keys():
         raise ValueError(f"{sorted(odd)[0]!r} is in the policy or the reference alone")
-    for name, tensor in reference.items():
-        tensor.copy_(mixed(tensor, policy[name], alpha))
+    once = {id(tensor): name for name, tensor in own.items()}
+    for name in once.values():
+        own[name].copy_(mixed(own[name], theirs[name], alpha))

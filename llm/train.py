@@ -247,7 +247,7 @@ def _update(run: Run, drawn: Step, numbers: list[int], ends: bool) -> tuple[list
     if kept is not None and learner.updates > before:
         due = reference.due(run.schedule, step=learner.updates, epoch=int(ends), before=0)
         if due:
-            reference.refresh(kept.state_dict(), run.loaded.policy.state_dict(), run.schedule.alpha)
+            reference.refresh(kept, run.loaded.policy, run.schedule.alpha)
     return numbers, outcome
 
 

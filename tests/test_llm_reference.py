@@ -94,7 +94,7 @@ def test_a_reference_moves_in_place_the_policy_does_not_and_a_checkpoint_keeps_i
     policy(torch.randn(8, 3))
     before = {n: t.clone() for n, t in policy.state_dict().items()}
     old = {n: t.clone() for n, t in reference.state_dict().items()}
-    refresh(reference.state_dict(), policy.state_dict(), alpha)
+    refresh(reference, policy, alpha)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(policy.state_dict()[name], before[name])
         assert torch.equal(tensor, mixed(old[name], before[name], alpha))
@@ -104,16 +104,29 @@ def test_a_reference_moves_in_place_the_policy_does_not_and_a_checkpoint_keeps_i
     other = model(2)
     other.load_state_dict(found)
     for tree in (reference, other):
-        refresh(tree.state_dict(), policy.state_dict(), 0.25)
+        refresh(tree, policy, 0.25)
     for name, tensor in reference.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
 
 
 def test_other_names_are_refused_before_anything_moves():
-    reference, policy = {"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}
+    kinds = ({"a": torch.ones(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)})
+    reference, policy = (torch.nn.ParameterDict(kind) for kind in kinds)
     with refused("'b'"):
         refresh(reference, policy, 1.0)
     assert reference["a"] == 1
+
+
+def test_a_matrix_of_two_names_is_mixed_once():
+    """An embedding that is the output matrix as well."""
+    reference, policy = (
+        torch.nn.ParameterDict(
+            {"a": (one := torch.nn.Parameter(torch.full((1,), value))), "b": one}
+        )
+        for value in (0.0, 1.0)
+    )
+    refresh(reference, policy, 0.25)
+    assert reference["a"] == reference["b"] == 0.25
 
 
 def test_refreshed_at_every_update_the_penalty_does_nothing():
