@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from checks import assert_close, refused
 from safetensors.torch import load_file
 from tiny_language_model import make
+from training_harness import Parity
 
 from windage.llm import config, journal, run, sources
 from windage.llm import train as loop
@@ -169,6 +171,100 @@ def test_adapters_train_and_the_checkpoint_holds_the_merged_model(model, tmp_pat
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and all("proj" in name for name in moved)
     run.models.load(tmp_path / "run/checkpoints/checkpoint-00000002")
+
+
+# What a file may ask for.
+
+
+def told(base_model: Path, folder: Path, text: str, /, **sections: dict) -> config.Config:
+    """A configuration read from a file."""
+    file = folder / "told.toml"
+    file.write_text(text)
+    return config.read(file, of(base_model, folder / "run", **sections))
+
+
+def flat(named) -> torch.Tensor:
+    return torch.cat([value.detach().flatten().clone() for value in dict(named).values()])
+
+
+REFRESHED = {
+    'refresh = "never"': lambda p: [p[0], p[0], p[0], p[0]],
+    'refresh = "steps"\nevery = 3': lambda p: [p[0], p[0], p[3], p[3]],
+    'refresh = "epoch"': lambda p: [p[0], p[2], p[2], p[4]],
+    'refresh = "ema"\nevery = 2\nalpha = 0.25': lambda p: [
+        p[0],
+        half := 0.25 * p[2] + 0.75 * p[0],
+        half,
+        0.25 * p[4] + 0.75 * half,
+    ],
+}
+
+
+@pytest.mark.parametrize("text", REFRESHED)
+def test_a_reference_moves_when_the_file_says(text, model, tmp_path, monkeypatch):
+    """Two steps of two updates, each a pass: after which updates it is which policy."""
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    made = told(
+        model, tmp_path, f"[reference]\n{text}\n[train]\nminibatches = 2",
+        recipe={"name": "grpo", "settings": {"coefficient": 0.1}},
+    )  # fmt: skip
+    ready, real = run.start(made), loop._update
+    policies, references = [flat(ready.loaded.policy.named_parameters())], []
+
+    def update(*arguments):
+        found = real(*arguments)
+        policies.append(flat(ready.loaded.policy.named_parameters()))
+        references.append(flat(ready.learner.reference.named_parameters()))
+        return found
+
+    monkeypatch.setattr(loop, "_update", update)
+    train(ready)
+    assert all(not torch.equal(a, b) for a, b in pairwise(policies))
+    assert_close(torch.stack(references), torch.stack(REFRESHED[text](policies)), relative=1e-6)
+
+
+def test_adafactor_and_activations_that_are_computed_again(model, tmp_path):
+    """The step that Adafactor makes of the gradient that a plain step shows."""
+    text = '[train]\noptimizer = "adafactor"\nsteps = 1\n[model]\ngradient_checkpointing = true'
+    (tmp_path / "plain").mkdir()
+    plain = told(
+        model, tmp_path / "plain", "[train]\nsteps = 1",
+        train={"optimizer": "sgd", "learning_rate": 1.0},
+    )  # fmt: skip
+    found, read = [], []
+    for made in (plain, told(model, tmp_path, text)):
+        ready, passes = run.start(made), []
+        layer = ready.loaded.policy.base.get_decoder().layers[0].self_attn
+        layer.register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
+        before = {n: p.detach().clone() for n, p in ready.loaded.policy.named_parameters()}
+        train(ready)
+        found.append({n: p.detach() for n, p in ready.loaded.policy.named_parameters()})
+        read.append(len(passes))
+    wanted = {name: value.clone().requires_grad_() for name, value in before.items()}
+    for name, value in wanted.items():
+        value.grad = before[name] - found[0][name]
+    torch.optim.Adafactor(list(wanted.values()), lr=0.02).step()
+    assert_close(flat(found[1]), flat(wanted), relative=1e-4)
+    moved = (flat(found[1]) - flat(before)).abs().max()
+    assert float((flat(found[1]) - flat(wanted)).abs().max()) < 1e-3 * float(moved)
+    # Those without a gradient, of the probes after the step, are made once.
+    assert read[1] == 2 * (read[0] - run.PROBES) + run.PROBES
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_weights_in_flight_keep_the_cache_where_the_file_says(keep, model, tmp_path, monkeypatch):
+    text = f"[sampling]\nkeep_cache = {str(keep).lower()}"
+    loads, real = [], TransformersSampler.load
+
+    def loading(self, weights, version, *, keep_cache=False):
+        loads.append(keep_cache)
+        real(self, weights, version, keep_cache=keep_cache)
+
+    monkeypatch.setattr(TransformersSampler, "load", loading)
+    ready = run.start(told(model, tmp_path, text, train={"mode": "asynchronous"}))
+    del loads[:]
+    train(ready)
+    assert loads and set(loads) == {keep}
 
 
 def test_a_sampler_without_the_new_weights_stops_the_run(model, tmp_path, monkeypatch):
