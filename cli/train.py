@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         with ranks.together():
             if ranks.first:
                 _tell(ready.start, ready.steps, resumed=arguments.resume is not None)
-                if config.run.card and arguments.resume is None:
+                lacks = arguments.resume is None or not (folder / "card.json").exists()
+                if config.run.card and lacks:
                     _keep(folder, _card(config))
                 watch = stack.enter_context(_watching(config, arguments.quiet, ready.steps))
         done = train(ready, watch or (lambda record: None), stop)

@@ -381,6 +381,25 @@ def test_a_run_goes_on_as_itself_alone(model, parity, tmp_path, capsys):
     assert all("." in name for name in FREE)
 
 
+def test_a_run_that_ended_before_its_card_gets_it_when_it_goes_on(
+    model, parity, tmp_path, capsys, monkeypatch
+):
+    folder, made = tmp_path / "run", []
+    monkeypatch.setattr("windage.analysis.card.lines", lambda card: [])
+    monkeypatch.setattr(verb, "_card", lambda config: made.append(config) or {"made": len(made)})
+    with largest_file(0):
+        assert go(folder, model, run__card="true") == 2
+    assert not (folder / "card.json").exists()
+    (folder / "card.json").mkdir()
+    assert go(folder, model, run__card="true") == 2
+    err = capsys.readouterr().err
+    assert str(folder / "card.json") in err.splitlines()[-1] and "Traceback" not in err
+    (folder / "card.json").rmdir()
+    for _ in range(2):
+        assert main(["train", "--resume", str(folder)]) == 0
+        assert json.loads((folder / "card.json").read_text()) == {"made": 2}
+
+
 def test_a_damaged_checkpoint_is_passed_over(model, parity, tmp_path, capsys):
     folder = tmp_path / "run"
     assert go(folder, model, run__save_every=1) == 0
