@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from windage.analysis.diagnose import demo, document, ranking, tails, written
+from windage.analysis.diagnose import demo, document, groups, ranking, tails, written
 from windage.analysis.diagnose.blocks import gathered
 from windage.analysis.diagnose.document import Diagnosis, collect, metrics
 from windage.analysis.diagnose.groups import Sample
 from windage.analysis.diagnose.mismatch import binned
 from windage.analysis.diagnose.planted import Run, rows
 from windage.analysis.diagnose.rows import Row
-from windage.analysis.diagnose.sums import BUCKETS, Sums, difference, figure, jackknife
+from windage.analysis.diagnose.sums import BUCKETS, Sums, bucket, difference, figure, jackknife
 from windage.analysis.diagnose.support import (
     WHOLE,
     batch_of,
@@ -119,6 +119,31 @@ def test_selection_against_a_direct_count(held: list[Row]) -> None:
     assert figures["selection/length"].value == pytest.approx(t[kept].mean() - t.mean(), abs=1e-9)
     groups = r.reshape(-1, RUN.group_size)
     assert figures["group/constant"].value == pytest.approx(np.mean(np.ptp(groups, axis=1) == 0))
+
+
+def test_groups_are_counted_however_often_they_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a table of names, with joins after every block and with none."""
+    rng = np.random.default_rng(0)
+    names = [f"{n}" for n in rng.integers(0, 300, 2_000)]
+    values = rng.integers(0, 3, 2_000).astype(float)
+    wanted: dict[str, tuple[int, float, float]] = {}
+    for name, value in zip(names, values.tolist(), strict=True):
+        size, low, high = wanted.get(name, (0, value, value))
+        wanted[name] = size + 1, min(low, value), max(high, value)
+    for fewest in (0, groups.FEWEST):
+        monkeypatch.setattr(groups, "FEWEST", fewest)
+        ends = groups.Ends()
+        for start in range(0, 2_000, 37):
+            ends.add(names[start : start + 37], values[start : start + 37])
+        table = ends.table
+        found = {
+            int(key): (int(size), low, high)
+            for key, size, low, high in zip(*table.values(), strict=True)
+        }
+        assert found == {groups.key_of(name): each for name, each in wanted.items()}
+        assert all(key % BUCKETS == bucket(name) for name, key in
+                   ((name, groups.key_of(name)) for name in wanted))  # fmt: skip
+        assert len(ends) == len(wanted)
 
 
 def test_the_jackknife_of_a_mean_is_its_standard_error() -> None:

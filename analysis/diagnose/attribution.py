@@ -89,13 +89,15 @@ class Attribution:
         known = block.aged & (block.lag >= 0)
         lag = np.where(known, np.minimum(block.lag, OLDEST), UNAGED)
         self.by_lag.add(block.buckets, lag * 2 + block.changed, **found)
-        edges = [edge(row.mask) for row in block.rows]
-        self.by_edge.add(block.buckets, np.concatenate([np.zeros(0, int), *edges]), **found)
+        edges = np.zeros(len(block.x), dtype=int)
+        for number, row in enumerate(block.rows):
+            if not row.whole:
+                start = block.first[number]
+                edges[start : start + row.count] = edge(row.mask)
+        self.by_edge.add(block.buckets, edges, **found)
         self.responses += len(block.rows)
-        self.turns += sum(
-            int(np.diff(row.mask, prepend=False).sum() + 1) // 2 for row in block.rows
-        )
-        self.tools += sum(int((~row.mask).sum()) for row in block.rows)
+        self.turns += sum(turns(row) for row in block.rows)
+        self.tools += sum(len(row.mask) - row.count for row in block.rows)
         for number, row in enumerate(block.rows):
             part = slice(block.first[number], block.first[number] + block.count[number])
             at = block.buckets[part]
@@ -296,6 +298,11 @@ def _part(
         "tokens": int(sums["tokens"].sum()),
         "how": how,
     }
+
+
+def turns(row: Row) -> int:
+    """Runs of tokens that the policy chose."""
+    return 1 if row.whole else int(np.diff(row.mask, prepend=False).sum() + 1) // 2
 
 
 def edge(mask: Bool[np.ndarray, " T"]) -> np.ndarray:

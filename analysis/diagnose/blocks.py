@@ -81,6 +81,12 @@ class Block:
         """Number of each response's first token."""
         return np.cumsum(self.count) - self.count
 
+    def places(self, some: Int[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
+        """Numbers of the tokens of some responses, one response after another."""
+        count = self.count[some]
+        start = self.first[some] - (np.cumsum(count) - count)
+        return np.repeat(start, count) + np.arange(count.sum())
+
     @cached_property
     def changed(self) -> Bool[np.ndarray, " N"]:
         """Whether new weights arrived before this token, in its response."""
@@ -90,24 +96,25 @@ class Block:
 
 def measurable(row: Row) -> bool:
     """Whether a response has tokens and what both trainer and sampler say of them."""
-    return bool(row.mask.any()) and policy(row) is not None and row.behavior_logp is not None
+    return row.count > 0 and policy(row) is not None and row.behavior_logp is not None
 
 
 def block(rows: list[Row]) -> Block:
     """The measurable ones of some rows."""
     rows = [row for row in rows if measurable(row)]
-    masks = [row.mask for row in rows]
-    count = np.array([int(mask.sum()) for mask in masks], dtype=np.int64)
+    count = np.array([row.count for row in rows], dtype=np.int64)
 
     def gather(name: str, absent: float, kind: type) -> np.ndarray:
+        found = [policy(row) if name == "logp" else getattr(row, name) for row in rows]
+        if all(value is None for value in found):
+            return np.full(count.sum(), absent, kind)
         parts = [
-            value[mask]
-            if (value := policy(row) if name == "logp" else getattr(row, name)) is not None
-            else np.full(n, absent)
-            for row, mask, n in zip(rows, masks, count.tolist(), strict=True)
+            np.full(row.count, absent) if value is None else _own(row, value)
+            for row, value in zip(rows, found, strict=True)
         ]
         return np.concatenate([np.zeros(0), *parts]).astype(kind)
 
+    position = [_own(row, np.arange(len(row.mask))) for row in rows]
     current = [UNKNOWN if row.current_version is None else row.current_version for row in rows]
     number = np.repeat(np.arange(len(rows)), count)
     return Block(
@@ -115,7 +122,7 @@ def block(rows: list[Row]) -> Block:
         bucket=np.array([bucket(group_name(row)) for row in rows], dtype=np.int64),
         count=count,
         response=number,
-        position=np.concatenate([np.zeros(0, int), *(np.flatnonzero(mask) for mask in masks)]),
+        position=np.concatenate([np.zeros(0, int), *position]),
         logp=gather("logp", np.nan, float),
         behavior=gather("behavior_logp", np.nan, float),
         square=gather("probability_square", np.nan, float),
@@ -127,6 +134,11 @@ def block(rows: list[Row]) -> Block:
 def _wide(row: Row) -> int:
     """What a head takes beside the other columns of a token, about."""
     return 0 if row.head_ids is None else row.head_ids.shape[1] // 4
+
+
+def _own(row: Row, values: np.ndarray) -> np.ndarray:
+    """Of the tokens that the policy chose."""
+    return values if row.whole else values[row.mask]
 
 
 def gathered(rows: Iterable[Row], tokens: int = TOKENS) -> Iterator[list[Row]]:

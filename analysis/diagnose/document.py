@@ -84,7 +84,7 @@ class Diagnosis:
         self.sample.add(rows)
         self._head(here)
         self.count["rows"] += len(rows)
-        self.count["tokens"] += sum(int(row.mask.sum()) for row in rows)
+        self.count["tokens"] += sum(row.count for row in rows)
         self.count["measured_rows"] += len(here.rows)
         self.count["measured_tokens"] += len(here.x)
         self.processed = self.processed or any(processed(row) for row in rows)

@@ -6,12 +6,13 @@ only of a sample, drawn by a hash of the group's name, that is thinned when it g
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 from zlib import crc32
 
 import numpy as np
+from jaxtyping import Float
 
 from windage.analysis.diagnose.blocks import group_name
 from windage.analysis.diagnose.mismatch import truncated
@@ -19,6 +20,8 @@ from windage.analysis.diagnose.rows import Row
 from windage.analysis.diagnose.sums import BUCKETS, Figure, Named, Sums, bucket, figure
 
 KEPT, ROWS = 1 << 17, 1 << 15
+# Groups that wait before they are joined with those that are held.
+FEWEST = 1 << 16
 
 
 @final
@@ -77,32 +80,96 @@ def _hash(name: str) -> int:
 
 
 @final
+class Ends:
+    """Size, least and greatest outcome of each group, under a hash: 28 bytes a group.
+
+    What is new waits until it is half as much as what is held, so that rows cost the same however
+    many there are.
+    """
+
+    def __init__(self) -> None:
+        self._held = _table(*(np.zeros(0) for _ in range(4)))
+        self._new: list[Table] = []
+        self._waiting = 0
+
+    def add(self, names: Sequence[str], values: Float[np.ndarray, " n"]) -> None:
+        """Outcomes of responses of some groups."""
+        if len(names):
+            keys = [key_of(name) for name in names]
+            self._new.append(_joined([_table(keys, np.ones(len(keys)), values, values)]))
+            self._waiting += len(self._new[-1]["key"])
+            if self._waiting > max(FEWEST, len(self._held["key"]) // 2):
+                self._join()
+
+    def _join(self) -> None:
+        if self._new:
+            self._held, self._new, self._waiting = _joined([self._held, *self._new]), [], 0
+
+    @property
+    def table(self) -> Table:
+        """Columns `key` (its lowest bits the bucket), `size`, `low` and `high`, a row a group."""
+        self._join()
+        return self._held
+
+    def __len__(self) -> int:
+        return len(self.table["key"])
+
+
+Table = dict[str, np.ndarray]
+KINDS = {"key": np.uint64, "size": np.uint32, "low": np.float64, "high": np.float64}
+
+
+def _table(*columns: Any) -> Table:
+    pairs = zip(KINDS.items(), columns, strict=True)
+    return {name: np.asarray(column, kind) for (name, kind), column in pairs}
+
+
+def key_of(name: str) -> int:
+    """A hash of a group's name whose lowest bits are its bucket."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) // BUCKETS * BUCKETS + bucket(name)
+
+
+def _joined(tables: list[Table]) -> Table:
+    """Several tables as one, with a row a group, ascending; the tables are emptied."""
+
+    def taken(name: str) -> np.ndarray:
+        return np.concatenate([table.pop(name) for table in tables])
+
+    key = taken("key")
+    order = np.argsort(key, kind="stable")
+    key = key[order]
+    first = np.flatnonzero(np.concatenate([[True], key[1:] != key[:-1]])) if len(key) else order
+    out = {"key": key[first]}
+    for name, add in (("size", np.add), ("low", np.minimum), ("high", np.maximum)):
+        column = taken(name)[order]
+        out[name] = add.reduceat(column, first) if len(first) else column
+    return out
+
+
+@final
 class Selection:
     """Rewards and lengths of responses and groups, and what was admitted to training."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, tuple[int, float, float]] = {}
+        self.groups = Ends()
         self.rows = Sums(
             "n", "r", "rr", "t", "tt", "rt", "cut", "cut_r", "cut_t", "told",
             "kept", "kept_r", "kept_t", "kept_cut",
         )  # fmt: skip
-        self.reasons: Counter[str] = Counter()
-        self.unscored = 0
+        self.rejected = 0
 
     def add(self, rows: list[Row]) -> None:
         """Look at some rows."""
-        self.reasons.update(row.rejected for row in rows if row.rejected is not None)
+        self.rejected += sum(row.rejected is not None for row in rows)
         scored = [row for row in rows if row.reward is not None]
-        self.unscored += len(rows) - len(scored)
-        for row in scored:
-            if row.group_id is not None:
-                value, name = outcome(row), group_name(row)
-                size, low, high = self.groups.get(name, (0, value, value))
-                self.groups[name] = (size + 1, min(low, value), max(high, value))
+        named = [row for row in scored if row.group_id is not None]
+        values = np.array([outcome(row) for row in named])
+        self.groups.add([group_name(row) for row in named], values)
         if not scored:
             return
         r = np.array([outcome(row) for row in scored])
-        t = np.array([row.mask.sum() for row in scored], float)
+        t = np.array([row.count for row in scored], float)
         told = np.array([row.finish_reason is not None for row in scored], float)
         cut = np.array([truncated(row) for row in scored], float)
         kept = np.array([row.rejected is None for row in scored], float)
@@ -116,14 +183,14 @@ class Selection:
     def constant(self) -> tuple[Figure, dict[str, Figure]]:
         """Share of groups of two or more whose outcomes are all equal; and at the extremes."""
         sums = Sums("n", "equal", "low", "high")
-        names = [name for name, (size, _, _) in self.groups.items() if size > 1]
-        if names:
-            held = np.array([self.groups[name] for name in names])
-            least, most = held[:, 1].min(), held[:, 2].max()
-            equal = held[:, 1] == held[:, 2]
-            columns = {"n": equal >= 0, "equal": equal, "low": equal & (held[:, 1] == least),
-                       "high": equal & (held[:, 1] == most)}  # fmt: skip
-            at = np.array([bucket(name) for name in names], dtype=np.int64)
+        several = self.groups.table["size"] > 1
+        if several.any():
+            held = {name: column[several] for name, column in self.groups.table.items()}
+            low, high = held["low"], held["high"]
+            equal = low == high
+            columns = {"n": equal >= 0, "equal": equal, "low": equal & (low == low.min()),
+                       "high": equal & (low == high.max())}  # fmt: skip
+            at = (held["key"] % BUCKETS).astype(np.int64)
             sums.add(at, 0, **{k: v.astype(float) for k, v in columns.items()})
         table = sums.over()
         shares = {name: figure(table, _share(name)) for name in ("low", "high")}
@@ -135,7 +202,7 @@ class Selection:
         found = {name: figure(table, function) for name, function in FORMULAS.items()}
         if not table["told"].sum():
             found = {k: v for k, v in found.items() if "truncat" not in k}
-        if not self.reasons:
+        if not self.rejected:
             found = {k: v for k, v in found.items() if not k.startswith("selection/")}
         return {k: v for k, v in found.items() if v.value is not None}
 

@@ -123,9 +123,9 @@ class Mismatch:
             self.tails["response"].add(np.add.reduceat(block.x, block.first))
 
     def _ratios(self, block: Block) -> None:
-        ends = block.first + block.count
+        told = np.logical_and.reduceat(block.aged, block.first) if len(block.count) else block.aged
         for number, part in by_bucket(block.bucket, block.count):
-            where = np.concatenate([np.arange(block.first[i], ends[i]) for i in part])
+            where = block.places(part)
             count = block.count[part]
             batch = Batch(
                 rewards=torch.zeros(len(part), 1, dtype=torch.float64),
@@ -134,10 +134,10 @@ class Mismatch:
                 behavior_logp=padded(block.behavior[where], count),
             )
             self.kept.add(number, of_ratios(batch, low=self.low, high=self.high))
-            aged = np.array([bool(block.aged[block.first[i] : ends[i]].all()) for i in part])
-            if aged.any():
-                lag = np.concatenate([block.lag[block.first[i] : ends[i]] for i in part[aged]])
-                size = block.count[part[aged]]
+            aged = part[told[part]]
+            if len(aged):
+                lag = block.lag[block.places(aged)]
+                size = block.count[aged]
                 old = Batch(
                     rewards=torch.zeros(len(size), 1, dtype=torch.float64),
                     mask=padded(np.ones(len(lag), bool), size, False),
@@ -150,7 +150,7 @@ class Mismatch:
         """Rewards, lengths, and how responses ended."""
         scored = [row for row in rows if row.reward is not None]
         buckets = np.array([bucket(group_name(row)) for row in scored], dtype=np.int64)
-        count = np.array([int(row.mask.sum()) for row in scored], dtype=np.int64)
+        count = np.array([row.count for row in scored], dtype=np.int64)
         for number, part in by_bucket(buckets, count):
             some = [scored[i] for i in part]
             told = all(row.finish_reason is not None for row in some)

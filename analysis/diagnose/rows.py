@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -74,6 +75,16 @@ class Row:
     elapsed: float | None = None
     verifier_seconds: float | None = None
     others: dict[str, object] = field(default_factory=dict)
+
+    @cached_property
+    def count(self) -> int:
+        """Tokens that the policy chose."""
+        return int(np.count_nonzero(self.mask))
+
+    @cached_property
+    def whole(self) -> bool:
+        """The policy chose every token."""
+        return self.count == len(self.mask)
 
 
 @final

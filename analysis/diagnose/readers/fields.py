@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -18,6 +21,8 @@ LOGPS = ("behavior_logp", "logp", "proximal_logp", "reference_logp")
 HEADS = ("head_behavior_logp", "head_logp")
 # What rounding in half precision may add to a log-probability of 0.
 ROUNDING = 0.01
+# Sorted lists among which the names of rows are spread.
+PARTS = 1 << 12
 NUMBERS = {float, int}
 
 
@@ -215,6 +220,9 @@ def _on_mask(
     name: str, column: Float[np.ndarray, " T"], mask: Bool[np.ndarray, " T"]
 ) -> Float[np.ndarray, " T"]:
     """The column with 0 where it holds no number beside a False."""
+    top = ROUNDING if name in LOGPS else sys.float_info.max
+    if len(column) and column.max() <= top and column.min() > -np.inf:
+        return column
     finite = np.isfinite(column)
     bad = mask & ~finite
     if bad.any():
@@ -231,8 +239,7 @@ def _on_mask(
 
 def _head(fields: Mapping[str, Any], mask: Bool[np.ndarray, " T"]) -> None:
     """Refuse log-probabilities of a head that are none, or of other tokens than it names."""
-    names = [name for name in ("head_ids", *HEADS) if fields.get(name) is not None]
-    widths = {name: fields[name].shape[1] for name in names}
+    widths = {name: fields[name].shape[1] for name in ("head_ids", *HEADS) if name in fields}
     if len({*widths.values()}) > 1:
         told = ", ".join(f"{name} {width}" for name, width in widths.items())
         raise Fault("lengths differ", f"has heads of different width ({told}); allowed: the same")
@@ -272,18 +279,39 @@ def group_of(step: int | None, prompt_ids: Int[np.ndarray, " S"]) -> str:
     return f"{'' if step is None else step}:{digest}"
 
 
-def once(seen: set[int], *key: object) -> None:
+@final
+class Seen:
+    """Names that came before, by a hash of eight bytes: so much memory a name, however many.
+
+    Example:
+        >>> seen = Seen()
+        >>> seen.new("a"), seen.new("b"), seen.new("a")
+        (True, True, False)
+    """
+
+    def __init__(self) -> None:
+        self._parts = [array("Q") for _ in range(PARTS)]
+
+    def new(self, *key: object) -> bool:
+        """Whether a name comes for the first time."""
+        digest = hashlib.blake2b(repr(key).encode(errors="replace"), digest_size=8).digest()
+        name = int.from_bytes(digest)
+        part = self._parts[name % PARTS]
+        at = bisect_left(part, name)
+        if at < len(part) and part[at] == name:
+            return False
+        part.insert(at, name)
+        return True
+
+
+def once(seen: Seen, *key: object) -> None:
     """Refuse a row whose name came before; a name without a part is none.
 
     Raises:
         Fault: it did.
     """
-    if not any(part is None for part in key):
-        digest = hashlib.blake2b(repr(key).encode(errors="replace"), digest_size=8).digest()
-        name = int.from_bytes(digest)
-        if name in seen:
-            raise Fault("duplicate", f"repeats {' '.join(map(str, key))}; allowed: once")
-        seen.add(name)
+    if None not in key and not seen.new(*key):
+        raise Fault("duplicate", f"repeats {' '.join(map(str, key))}; allowed: once")
 
 
 def kept(

@@ -26,10 +26,11 @@ def objects(path: Path, refuse: Refuse, *, longest: int = LONGEST) -> Iterator[t
         refuse: told of each line without a value.
         longest: bytes of a line.
     """
+    name = shown(path)
     try:
         with path.open("rb") as file:
             for number, line in _lines(file, longest):
-                where = f"{shown(path)}: line {number}"
+                where = f"{name}: line {number}"
                 try:
                     if line is None:
                         raise Fault("line too long", f"has more than {longest} bytes; skipped")
@@ -39,7 +40,7 @@ def objects(path: Path, refuse: Refuse, *, longest: int = LONGEST) -> Iterator[t
                     refuse(Rejected(where=where, reason=fault.reason, what=fault.what))
     except OSError as problem:
         what = f"cannot be read: {problem.strerror}"
-        refuse(Rejected(where=shown(path), reason="unreadable", what=what))
+        refuse(Rejected(where=name, reason="unreadable", what=what))
 
 
 def _lines(file: Any, longest: int) -> Iterator[tuple[int, bytes | None]]:

@@ -19,6 +19,7 @@ import numpy as np
 from windage.analysis.diagnose.readers.fields import (
     Fault,
     Refuse,
+    Seen,
     aligned,
     flags,
     group_of,
@@ -49,7 +50,7 @@ def fits(record: Mapping[str, Any]) -> bool:
 
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of a file or of a folder of steps."""
-    seen: set[int] = set()
+    seen = Seen()
     for path in dump.files:
         step = STEP.search(path.name)
         yield from kept(
@@ -69,9 +70,7 @@ def _some(record: Mapping[str, Any], name: str) -> Any:
     return None if record.get(name) is None else _one(record, name)
 
 
-def _row(
-    where: str, record: Mapping[str, Any], path: Path, step: int | None, seen: set[int]
-) -> Row:
+def _row(where: str, record: Mapping[str, Any], path: Path, step: int | None, seen: Seen) -> Row:
     tokens = integers("token_ids", _one(record, "token_ids"))
     mask = flags("token_loss_mask", _one(record, "token_loss_mask"))
     behavior = numbers("generation_logprobs", _one(record, "generation_logprobs"))

@@ -16,6 +16,7 @@ import numpy as np
 
 from windage.analysis.diagnose.readers.fields import (
     Refuse,
+    Seen,
     flags,
     integer,
     integers,
@@ -42,7 +43,7 @@ def fits(record: Mapping[str, Any]) -> bool:
 
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of all shards."""
-    seen: set[int] = set()
+    seen = Seen()
     for path in dump.files:
         run = SHARD.sub("", path.stem)
         yield from kept(
@@ -52,7 +53,7 @@ def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
         )
 
 
-def _row(where: str, record: Mapping[str, Any], run: str, seen: set[int]) -> Row:
+def _row(where: str, record: Mapping[str, Any], run: str, seen: Seen) -> Row:
     tokens = integers("response_tokens", member(record, "response_tokens"))
     prompt = integers("prompt_tokens", member(record, "prompt_tokens"))
     logps = record.get("logprobs")

@@ -16,6 +16,7 @@ import numpy as np
 from windage.analysis.diagnose.readers.fields import (
     Fault,
     Refuse,
+    Seen,
     aligned,
     integer,
     integers,
@@ -45,7 +46,7 @@ def fits(record: Mapping[str, Any]) -> bool:
 
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of the actor's stream, or of the trainer's where there is no other."""
-    seen: set[int] = set()
+    seen = Seen()
     drawn = [path for path in dump.files if TOPICS[0] in path.parts[-4:]]
     for path in dump.files:
         if drawn and TOPICS[1] in path.parts[-4:]:
@@ -56,7 +57,7 @@ def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
         yield from kept(items, lambda where, record: _row(where, record, seen), refuse)
 
 
-def _row(where: str, record: Mapping[str, Any], seen: set[int]) -> Row:
+def _row(where: str, record: Mapping[str, Any], seen: Seen) -> Row:
     tokens = integers("input_ids", member(record, "input_ids"))
     labels = integers("labels", member(record, "labels"))
     aligned(len(tokens), labels=labels)

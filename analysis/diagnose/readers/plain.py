@@ -20,6 +20,7 @@ from windage.analysis.diagnose.readers.fields import (
     LOGPS,
     Fault,
     Refuse,
+    Seen,
     flags,
     integer,
     integers,
@@ -59,6 +60,7 @@ MANY: Mapping[str, Callable[[str, Any], np.ndarray]] = {
     "response_ids": integers,
     "prompt_ids": integers,
 }
+READ: Mapping[str, Callable[[str, Any], Any]] = {**ONE, **MANY}
 BROADCAST: Mapping[str, Callable[[str, Any], np.ndarray]] = {
     "versions": integers,
     "advantages": numbers,
@@ -89,7 +91,7 @@ def rows(dump: Dump, refuse: Refuse, *, columns: Mapping[str, str] | None = None
         BadInput: an unknown field, or a parquet file without a column of the map.
     """
     names = named(columns)
-    seen: set[int] = set()
+    seen = Seen()
     for path in dump.files:
         if container(path) == "parquet":
             _check(path, columns or {})
@@ -115,7 +117,7 @@ def made(
     *,
     names: Mapping[str, str],
     given: Mapping[str, str],
-    seen: set[int],
+    seen: Seen,
     **also: Any,
 ) -> Row:
     """A row of named columns.
@@ -133,12 +135,11 @@ def made(
     """
     for column in given.values():
         member(record, column)
-    there = {f: record[c] for f, c in names.items() if record.get(c) is not None}
+    there = {f: value for f, c in names.items() if (value := record.get(c)) is not None}
     if not any(name in there for name in LOGPS):
         missing = "behavior_logp" if "behavior_logp" not in there else "logp"
         raise Fault("missing field", f"has no {names[missing]}; needed")
-    found: dict[str, Any] = {f: read(names[f], there[f]) for f, read in ONE.items() if f in there}
-    found |= {f: read(names[f], there[f]) for f, read in MANY.items() if f in there}
+    found: dict[str, Any] = {f: READ[f](names[f], v) for f, v in there.items() if f in READ}
     length = next(len(found[name]) for name in (*LOGPS, "response_ids") if name in found)
     mask = flags(names["mask"], there["mask"]) if "mask" in there else np.ones(length, bool)
     for name, read in BROADCAST.items():

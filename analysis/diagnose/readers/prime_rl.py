@@ -21,6 +21,7 @@ import numpy as np
 from windage.analysis.diagnose.readers.fields import (
     Fault,
     Refuse,
+    Seen,
     aligned,
     flags,
     group_of,
@@ -62,7 +63,7 @@ def fits(record: Mapping[str, Any]) -> bool:
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of token exports, and of the traces that no export has."""
     traces = traces_of(dump, refuse)
-    seen: set[int] = set()
+    seen = Seen()
     marked = any((path.parent / MARK).is_file() for path in dump.files)
     for path in dump.files:
         if marked and not (path.parent / MARK).is_file():
@@ -112,7 +113,7 @@ def _columns(record: Part) -> tuple[dict[str, np.ndarray], list[int]]:
     return columns, starts
 
 
-def _row(where: str, part: Part, seen: set[int], traces: Traces) -> Row:
+def _row(where: str, part: Part, seen: Seen, traces: Traces) -> Row:
     mask = part["loss_mask"]
     own = span(mask)
     step = integer("step", part["step"])

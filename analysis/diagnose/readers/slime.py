@@ -18,6 +18,7 @@ import numpy as np
 from windage.analysis.diagnose.readers.fields import (
     Fault,
     Refuse,
+    Seen,
     flags,
     group_of,
     integer,
@@ -62,7 +63,7 @@ def fits(data: bytes) -> bool:
 
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of each rollout file with those of the trainer's files of the same number."""
-    seen: set[int] = set()
+    seen = Seen()
     files = [path for path in dump.files if not _evaluation(path, refuse)]
     trained = [path for path in files if path.parent.name == "train_data"]
     used: set[Path] = set()
@@ -89,7 +90,7 @@ def _number(path: Path) -> str | None:
     return found[0] if found else None
 
 
-def _step(path: Path, beside: list[Path], seen: set[int], refuse: Refuse) -> Iterator[Row]:
+def _step(path: Path, beside: list[Path], seen: Seen, refuse: Refuse) -> Iterator[Row]:
     """The rows of one file, completed by those beside it."""
     made: dict[int, Sample] = {}
     for other in beside:
@@ -180,7 +181,7 @@ def _row(
     step: int | None,
     made: Mapping[int, Sample],
     joined: bool,
-    seen: set[int],
+    seen: Seen,
 ) -> Row:
     index = integer("index", sample.get("index"))
     beside = made.get(index) if index is not None else None

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from windage.analysis.diagnose.readers import tables
-from windage.analysis.diagnose.readers.fields import Fault, Refuse, kept, member, shown
+from windage.analysis.diagnose.readers.fields import Fault, Refuse, Seen, kept, member, shown
 from windage.analysis.diagnose.readers.files import Dump
 from windage.analysis.diagnose.readers.plain import FIELDS, made, named
 from windage.analysis.diagnose.rows import Rejected, Row
@@ -27,7 +27,7 @@ STEP = re.compile(r"\d{1,12}")
 
 def rows(dump: Dump, refuse: Refuse) -> Iterator[Row]:
     """The rows of every step."""
-    names, seen = named(None), set[int]()
+    names, seen = named(None), Seen()
     for path in dump.files:
         try:
             told = tables.metadata(tables.opened(path))
@@ -52,7 +52,7 @@ def _row(
     record: Mapping[str, Any],
     *,
     names: Mapping[str, str],
-    seen: set[int],
+    seen: Seen,
     also: Mapping[str, Any],
 ) -> Row:
     for name in NEEDED:

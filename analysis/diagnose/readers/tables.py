@@ -66,8 +66,9 @@ def records(path: Path, columns: Sequence[str], refuse: Refuse) -> Iterator[tupl
     except Fault as fault:
         refuse(Rejected(where=shown(path), reason=fault.reason, what=fault.what))
         return
+    name = shown(path)
     with file:
-        wanted = [name for name in columns if name in file.schema_arrow.names]
+        wanted = [column for column in columns if column in file.schema_arrow.names]
         start = 0
         for group in range(file.num_row_groups):
             end = start + max(0, file.metadata.row_group(group).num_rows)
@@ -75,14 +76,14 @@ def records(path: Path, columns: Sequence[str], refuse: Refuse) -> Iterator[tupl
             try:
                 for piece in _pieces(file, group, wanted):
                     for n, record in enumerate(_rows(piece, wanted)):
-                        yield f"{shown(path)}: row {start + n}", record
+                        yield f"{name}: row {start + n}", record
                     start += len(piece)
             except Fault as fault:
                 what = fault.what
             except BROKEN as problem:
                 what = f"are damaged: {_first_line(problem)}"
             if start < end:
-                where = f"{shown(path)}: rows {start} to {end - 1}"
+                where = f"{name}: rows {start} to {end - 1}"
                 refuse(Rejected(where=where, reason="damaged", what=what, rows=end - start))
             start = max(start, end)
 
