@@ -114,7 +114,7 @@ def _join(arguments: argparse.Namespace) -> int:
     for row in _read(arguments, Counter()):
         if row.rejected is not None:
             left[row.step].append(row)
-    counts: dict[int, Counter[str]] = {}
+    counts: dict[Any, Counter[str]] = {}
     aside: Counter[str] = Counter()
     there = (row for row in _read(arguments, aside) if row.rejected is None)
     with progress("steps") as advance:

@@ -26,14 +26,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator, surrogate
-from windage.llm.adapters.carry import Host, batch_wide, named, refuse
+from windage.llm.adapters.carry import batch_wide, named, refuse
+from windage.llm.adapters.hosts import TRL as HOST
 from windage.llm.adapters.terms import advantages_of, batch_of, groups_of, loss_coefficients
 
-HOST = Host(
-    name="TRL",
-    early=frozenset({"rewards", "outcomes", "components"}),
-    late=frozenset({"logp", "behavior_logp", "proximal_logp", "reference_logp"}),
-)
 # What the entry decides in the place of TRL.
 DECIDED = (
     "loss_type",

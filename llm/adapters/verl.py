@@ -8,16 +8,23 @@ loss in the place of the old ones, and ratios are current / sampler.  Without it
 old ones: only entries without a ratio, and the decoupled ones, whose ratio old / sampler comes as
 `rollout_is_weights`, have a meaning.
 
+Trainers: those of verl's v1 (`trainer.use_v1`), whose three modes (sync, colocate_async,
+separate_async) keep batches in TransferQueue and call the same two hooks.
+
 Differences from verl:
     1. The entry aggregates, and `loss_agg_mode`, `clip_ratio*` and `loss_scale_factor` are not
        read; denominators are those of the mini-batch, from before any rejection.
     2. An estimator never multiplies weights that it did not ask for.
+    3. Rows that verl adds to fill up a batch count nowhere, in a batch's mean and spread either.
+    4. verl's GRPO looks at the last output of an agent loop that gives several; a hook is told no
+       sessions, so each output is a response.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
@@ -37,6 +44,8 @@ from windage.llm.adapters.terms import advantages_of, batch_of, groups_of, loss_
 PREFIX = "windage_"
 SETTINGS = "WINDAGE_VERL"
 SHADOWS = "WINDAGE_SHADOWS"
+# The uid of the rows with which verl's v1 fills up a batch.
+PADDING = re.compile(r"pad[0-9a-f]{32}")
 # exp of the log-ratio at which verl itself clamps.
 UNBOUNDED = math.exp(20)
 EARLY = frozenset({"rewards", "outcomes"})
@@ -105,9 +114,12 @@ def advantage_hook(estimator: Estimator) -> Callable[..., tuple[Tensor, Tensor]]
         _check_weights(estimator, host, rules)
         if index is None and estimator.compares:
             raise BadInput(f"{estimator.name} compares siblings, and the batch has no uid")
-        groups = groups_of(list(index) if index is not None else list(range(len(response_mask))))
-        mask = response_mask.bool()
-        batch = batch_of(token_level_rewards.double().sum(-1), mask, groups)
+        names = list(index) if index is not None else list(range(len(response_mask)))
+        groups, mask = groups_of(names), response_mask.bool()
+        filler = [PADDING.fullmatch(str(name)) is not None for name in names]
+        real = mask.any(1) | ~torch.tensor(filler, device=mask.device)
+        rewards = token_level_rewards.double().sum(-1)
+        batch = batch_of(rewards, mask, groups, present=real)
         found = groups.down(advantages_of(estimator, batch)).to(token_level_rewards.dtype)
         wide = torch.where(mask, found, 0.0)
         return wide, wide
@@ -311,7 +323,9 @@ def _check_run(config: Any, wanted: Mapping[str, Estimator]) -> None:
     _check_weights(estimator, host_of(estimator, bypass=bypass), rules)
     if bypass:
         shadows_of(estimator)
-    prompts = _at(config, "data.train_batch_size")
+    mode = _at(config, "trainer.v1.trainer_mode")
+    parts = _at(config, f"trainer.v1.{mode}.parameter_sync_step") or 1
+    prompts = _at(config, "data.train_batch_size") // parts
     expected = {
         "actor_rollout_ref.actor.policy_loss.loss_mode": adv,
         "actor_rollout_ref.actor.policy_loss.rollout_correction.bypass_mode": bypass,
