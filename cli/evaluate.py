@@ -272,7 +272,7 @@ def seated(place: Path, arguments: argparse.Namespace, task: Task) -> Desk:
     ).check()
     loaded = models.load(place, dtype=arguments.dtype, device=arguments.device)
     config = Config(
-        model=ModelSection(path=str(place), dtype=arguments.dtype),
+        model=ModelSection(path=str(place), dtype=arguments.dtype, device=arguments.device),
         sampling=SamplingSection(
             engine=arguments.sampler, batch=arguments.batch, max_tokens=sampling.max_tokens
         ),
