@@ -60,7 +60,10 @@ def exact(lag: int, measure: str) -> tuple[float, float]:
 @pytest.mark.parametrize("measure", ["k3", "chi_square"])
 def test_engine_and_lag_are_those_of_the_tree(measure: str) -> None:
     rng = np.random.default_rng(0)
-    found = attribution([*drawn(0, 4000, rng), *drawn(2, 4000, rng)])
+    fresh, stale = drawn(0, 4000, rng), drawn(2, 4000, rng)
+    found = attribution([*fresh, *stale])
+    assert part(found, "engine", measure)["tokens"] == sum(len(row.mask) for row in fresh)
+    assert part(found, "lag", measure)["tokens"] == sum(len(r.mask) for r in [*fresh, *stale])
     assert causes(found) == ["all", "engine", "lag"]
     (young, n0), (old, n2) = exact(0, measure), exact(2, measure)
     whole = (young + old) / (n0 + n2)
@@ -201,6 +204,7 @@ def test_a_kept_cache_shows_beside_tokens_of_the_same_lag() -> None:
     told = part(attribution(rows), "cache", "k3")
     # A quarter of the tokens, each with half of 0.3^2 - 0.1^2 more.
     assert abs(told["low"] - 0.25 * 0.04) < 4 * told["error"] < 0.004
+    assert told["tokens"] == 2_000
     steady = [replace(row, versions=np.full(20, 9)) for row in rows]
     assert "cache" not in causes(attribution(steady))
 

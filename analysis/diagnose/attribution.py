@@ -150,15 +150,16 @@ class Attribution:
         found = []
         for name in ADDITIVE:
             young, rest = (figure(sums, f) for f in (youngest(name), older(name)))
+            on = {"tokens": sums["tokens_young"]}
             if least == 0:
                 how = "tokens of lag 0; older tokens are taken to have as much of it"
-                found.append(determined("engine", name, young, sums, how))
+                found.append(determined("engine", name, young, on, how))
                 how = "older tokens less those of lag 0"
                 found.append(determined("lag", name, rest, sums, how))
             else:
                 how = f"no token is younger than lag {least}, whose mismatch may be either's"
                 top = figure(sums, mean(name)).value
-                found.append(bounded("engine", name, (0.0, young.value), sums, how))
+                found.append(bounded("engine", name, (0.0, young.value), on, how))
                 found.append(bounded("lag", name, (rest.value, top), sums, how))
         return found
 
@@ -175,10 +176,9 @@ class Attribution:
         sums = {**self.by_lag.over()}
         for name, table in tables.items():
             sums[f"{name}_kept"], sums[f"{name}_after"] = table[:, both, 0], table[:, both, 1]
+        on = {"tokens": sums["tokens_after"]}
         how = "tokens after an update beside others of their lag; later places may differ anyway"
-        return [
-            determined("cache", name, figure(sums, after(name)), sums, how) for name in ADDITIVE
-        ]
+        return [determined("cache", name, figure(sums, after(name)), on, how) for name in ADDITIVE]
 
     def _of_passes(self) -> list[Part]:
         sums = self.before.over()

@@ -20,9 +20,9 @@ from windage.analysis.plots import (
 
 Document = Mapping[str, Any]
 AXES = {
-    "position": "position in the response",
+    "position": "position in the response, tokens",
     "lag": "lag, updates",
-    "length": "length of the response",
+    "length": "length of the response, tokens",
 }
 MOST_BIAS, MOST_NOISE = 10.0, 30.0
 NAMED = 14
@@ -67,7 +67,7 @@ def _paint_bins(
         crowded = len(rows) > 6
         axes.set_xticks(
             list(xs),
-            [row["label"] for row in rows],
+            [row["label"].replace("-", "\N{EN DASH}") for row in rows],
             rotation=40 if by != "lag" or crowded else 0,
             ha="right" if by != "lag" or crowded else "center",
         )
@@ -76,7 +76,7 @@ def _paint_bins(
         axes.set_axisbelow(True)
     top = max(row["k3"] + (row["k3_half_width"] or 0.0) for _, rows in found for row in rows)
     grid[0].set_ylim(0, 1.05 * top or 1.0)
-    grid[0].set_ylabel("mismatch a token, nats")
+    grid[0].set_ylabel("mismatch a token (k3), nats")
     yield from ()
 
 
@@ -95,8 +95,8 @@ def entries(document: Document) -> Figure | None:
         lambda canvas: _paint_entries(canvas, shown),
         size=(7.2, 4.3),
         caption="Each point is a catalogue entry on the dump's groups: what its update is away "
-        "from the unbiased one, against its power for equal progress. Bars are 95 % intervals; "
-        "filled: none is surely better in both.",
+        "from the unbiased one, against its power for equal progress. Filled: none is surely "
+        "better in both; bars are their 95 % intervals.",
         alt="Bias proxy against noise of every estimator of the catalogue on this dump.",
     )
 
@@ -110,7 +110,8 @@ def _paint_entries(canvas: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[L
         if first:
             axes.errorbar(
                 x, y, xerr=([min(x, row["bias_half_width"] or 0)], [row["bias_half_width"] or 0]),
-                yerr=row["noise_half_width"] or 0, color=color, lw=0, elinewidth=0.7, zorder=1,
+                yerr=row["noise_half_width"] or 0, color=color, lw=0, elinewidth=0.7, alpha=0.5,
+                zorder=1,
             )  # fmt: skip
         axes.plot(
             x, y, marker=marker, ms=6, color=color, mfc=color if first else "white", ls="none",
@@ -132,6 +133,8 @@ def _paint_entries(canvas: Any, rows: Sequence[Mapping[str, Any]]) -> Iterator[L
 
 def _name(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Names of the first, one for entries that are at the same place."""
+    from matplotlib.patheffects import Normal, Stroke
+
     places: dict[tuple[float, float], list[str]] = {}
     for row in sorted(rows, key=lambda r: r["rank"]):
         at = (round(row["bias"], 2), round(row["noise"], 2))
@@ -142,3 +145,5 @@ def _name(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         color = FAMILIES[family(names[0])][0]
         points.append((x, y, words, color if color != GRAY else INK))
     label_points(axes, points, [(row["bias"], row["noise"]) for row in rows])
+    for words in axes.texts:
+        words.set_path_effects([Stroke(linewidth=2.5, foreground="white"), Normal()])
