@@ -73,8 +73,27 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"stopped and saved; windage train --resume {shlex.quote(str(folder))} goes on")
         return 130
     found = document_of([folder])
+    if config.run.report:
+        _report(found, folder / "report")
     deliver(found, arguments)
     return 0
+
+
+def _report(document: dict[str, Any], folder: Path) -> None:
+    """Write tables, figures and the page of a run into its folder.
+
+    Raises:
+        BadInput: it has no room for them.
+    """
+    from windage.analysis.report import write
+
+    try:
+        write(document, folder)
+    except OSError as problem:
+        raise BadInput(
+            f"{str(folder)!r} is not written: {problem.strerror}; allowed: a folder with room, "
+            "and --resume, which writes it again"
+        ) from None
 
 
 def _say(words: str) -> None:

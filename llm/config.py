@@ -265,6 +265,7 @@ class RunSection:
         samples: responses written out for a person at each step.
         trackers: further places for the metrics: tensorboard, wandb, trackio.
         card: audit the recipe on toys first, and keep its card.
+        report: write tables, figures and one HTML page into the folder's report at the end.
     """
 
     folder: str = ""
@@ -274,6 +275,7 @@ class RunSection:
     samples: int = 2
     trackers: tuple[str, ...] = ()
     card: bool = True
+    report: bool = True
 
 
 @final
@@ -392,7 +394,8 @@ def build(told: Mapping[str, Any], base: Config | None = None) -> Config:
         >>> build({"run": {"seeds": 3}})
         Traceback (most recent call last):
         windage.estimators.errors.BadInput: unknown key 'run.seeds'; nearest valid name: run.seed; \
-allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.trackers, run.card
+allowed: run.folder, run.seed, run.save_every, run.keep, run.samples, run.trackers, run.card, \
+run.report
     """
     found = base or Config()
     types = {name: kind for name, kind, _ in entries()}

@@ -33,6 +33,7 @@ FREE = (
     *("train.on_nonfinite", "train.nonfinite_in_a_row"),
     *("evaluate.every", "evaluate.questions", "evaluate.samples", "evaluate.temperature"),
     *("run.folder", "run.save_every", "run.keep", "run.samples", "run.trackers", "run.card"),
+    "run.report",
 )
 # What a model's folder is read of.
 READ = (".json", ".safetensors", ".jinja", ".model", ".txt")

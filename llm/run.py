@@ -11,6 +11,7 @@ run/
     nonfinite.jsonl     responses with numbers that are not finite
     rollouts/           the store: every response, with why it was rejected
     checkpoints/        each opens with transformers; what a resumed run needs beside
+    report/             tables, figures and one HTML page, once the run has ended
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ TINY = {
     "--train.learning_rate": 0.02,
     "--recipe.name": "reinforce",
     "--run.card": "false",
+    "--run.report": "false",
 }
 
 
@@ -498,6 +499,28 @@ def test_a_full_disk_ends_in_a_line_and_the_run_goes_on(sizes, model, parity, tm
         if resumed:
             assert go(folder, model, run__save_every=1) == 0, size
         assert told(folder) == told(whole), size
+
+
+def test_a_run_ends_with_its_figures_and_a_page_in_its_folder(model, parity, tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert go(folder, model, train__steps=1) == 0
+    assert not (folder / "report").exists()
+    (folder / "report").write_text("in the way")
+    again = ["train", "--resume", str(folder), "--train.steps", "2", "--run.report", "true"]
+    capsys.readouterr()
+    assert main(again) == 2
+    out, err = capsys.readouterr()
+    line = err.splitlines()[-1]
+    assert out == "" and str(folder / "report") in line and "is not written" in line, err
+    (folder / "report").unlink()
+    assert main(again) == 0
+    names = {path.suffix for path in (folder / "report").iterdir()}
+    assert names == {".json", ".csv", ".parquet", ".html", ".png", ".svg"}
+    (page,) = (folder / "report").glob("*.html")
+    text = page.read_text()
+    assert "reward" in text and "data:image/svg+xml" in text and "<script" not in text
+    told = json.loads((folder / "report" / "train.json").read_text())
+    assert len(told["rows"]) == 2 and capsys.readouterr().err.count("all 2 steps are done") == 1
 
 
 @pytest.mark.parametrize("how", ["stop", "skip"])
