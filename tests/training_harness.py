@@ -30,7 +30,7 @@ COMMON: dict[str, dict] = {
         "schedule": "cosine",
         "warmup": 2,
     },
-    "run": {"folder": "run", "save_every": 1, "card": False, "samples": 1},
+    "run": {"folder": "run", "save_every": 1, "card": False, "report": False, "samples": 1},
 }
 CASES: dict[str, dict[str, dict]] = {
     "synchronous": {
@@ -320,11 +320,14 @@ class Mortal:
         return getattr(self.inner, name)
 
     def sample(self, requests, sampling, between=None):
+        from windage.llm.samplers.protocol import EngineDied
+
         def fated():
             self.turns[0] -= 1
             if self.turns[0] == 0:
                 self.turns.pop(0)
-                raise RuntimeError("engine died")
+                kind = EngineDied if len(self.turns) % 2 else RuntimeError  # vLLM's, and any
+                raise kind("engine died")
             if between is not None:
                 between()
 
