@@ -5,7 +5,14 @@ Run by `make check-trl`; skipped where TRL is not installed.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Named
 from typing import Any
 
 import pytest
@@ -32,6 +39,8 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from windage.llm.adapters import trl  # noqa: E402
 from windage.llm.adapters.hosts import BOUND, carried  # noqa: E402
 from windage.llm.record import record_trl  # noqa: E402
+from windage.llm.record.trl import METHODS  # noqa: E402
+from windage.llm.record.writer import vocabulary  # noqa: E402
 from windage.llm.rollouts import read, steps  # noqa: E402
 
 VOCAB, PROMPTS, GENERATIONS, LONGEST = 16, 3, 4, 6
@@ -154,7 +163,7 @@ def config(folder: Any, name: str, size: int, **more: Any) -> trl.WindageConfig:
     )
 
 
-def trained(folder: Any, name: str, size: int, **more: Any) -> Spy:
+def trained(folder: Any, name: str, size: int, replay: Any = None, **more: Any) -> Spy:
     source = model()
     if "reference_logp" in entry(name).needs:
         # TRL loads the reference from where the model came from.
@@ -168,7 +177,7 @@ def trained(folder: Any, name: str, size: int, **more: Any) -> Spy:
         args=config(folder, name, size, **more),
         train_dataset=rows,
         processing_class=tokenizer(),
-        rollout_func=Replay(source),
+        rollout_func=replay or Replay(source),
     )
     trainer.train()
     return trainer
@@ -289,34 +298,42 @@ def test_what_would_be_ignored_is_refused_at_configuration(name, settings, said,
         trl.check(config(tmp_path, name, 4, **settings))
 
 
-def recorded(tmp_path: Any, size: int, source: Any, told: Replay, **given: Any) -> list[Any]:
-    """What a plain trainer leaves in a store."""
+def plain(tmp_path: Any, size: int, source: Any, told: Any, **given: Any) -> GRPOTrainer:
+    """A trainer of TRL's own."""
     ours = vars(config(tmp_path, "cispo", size))
     settings = {k: ours[k] for k in ("output_dir", "num_generations", "max_completion_length")}
     args = GRPOConfig(
         **settings,
-        **given,
-        per_device_train_batch_size=size,
-        gradient_accumulation_steps=ROWS // size,
-        max_steps=2,
-        learning_rate=0.0,
+        **{"max_steps": 2, "learning_rate": 0.0, **steps_of(size)} | given,
         use_cpu=True,
         bf16=False,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=source,
-        reward_funcs=reward,
+        reward_funcs=reward if told is not None else of_ids,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["w2 w5", "w3 w5", "w4 w5"]}),
         processing_class=tokenizer(),
         rollout_func=told,
     )
-    recorder = record_trl(trainer, tmp_path / "store")
+
+
+def steps_of(size: int) -> dict[str, int]:
+    return {"per_device_train_batch_size": size, "gradient_accumulation_steps": ROWS // size}
+
+
+def stored(trainer: GRPOTrainer, folder: Any, **asked: Any) -> list[Any]:
+    """What a trainer leaves in a store."""
+    recorder = record_trl(trainer, folder, **asked)
     trainer.train()
-    return list(read(tmp_path / "store", tokenizer=recorder.tokenizer))
+    return list(read(folder, tokenizer=recorder.tokenizer))
+
+
+def recorded(tmp_path: Any, size: int, source: Any, told: Replay, **given: Any) -> list[Any]:
+    return stored(plain(tmp_path, size, source, told, **given), tmp_path / "store")
 
 
 @pytest.mark.parametrize("size", [4, 12])
@@ -356,3 +373,220 @@ def test_what_trl_masks_for_its_length_keeps_its_tokens_and_the_reason(tmp_path)
         assert row["finish_reason"] == ("stop" if n % 2 == 0 else "length")
         assert row["mask"].any() == (n % 2 == 0)
         assert (round(row["top_p"], 6), row["top_k"]) == (0.9, 5)
+
+
+def capped(source: Any) -> Replay:
+    """Recorded responses whose log-probabilities a sampler could tell."""
+    told = Replay(source)
+    told.logprobs = [[min(x, 0.0) for x in row] for row in told.logprobs]
+    return told
+
+
+def test_sums_of_squares_are_recorded_if_asked_for_and_change_nothing_else(tmp_path):
+    source, asked = model(), {"temperature": 0.7}
+    told = capped(source)
+    without = stored(plain(tmp_path, 4, model(), told, **asked), tmp_path / "without")
+    found = stored(plain(tmp_path, 4, model(), told, **asked), tmp_path / "with", square=True)
+    assert "probability_square" not in without[0]
+    for n, (row, other) in enumerate(zip(found, without, strict=True)):
+        assert row["logp"].tolist() == other["logp"].tolist()
+        prompt, ids = told.prompts[n % ROWS], told.ids[n % ROWS]
+        with torch.no_grad():
+            logits = source(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, 1:-1]
+        expected = (logits / 0.7).softmax(-1).square().sum(-1).float()
+        assert torch.allclose(torch.tensor(row["probability_square"]), expected, atol=1e-5)
+
+
+def test_the_log_probabilities_of_a_generation_are_those_of_its_first_pass(tmp_path):
+    """Two iterations over each generation: the second has moved weights and is not recorded."""
+    source = model()
+    moving = {"num_iterations": 2, "learning_rate": 0.05, "max_steps": 2}
+    found = stored(plain(tmp_path, 12, source, capped(source), **moving), tmp_path / "store")
+    told = capped(model())
+    for n, row in enumerate(found):
+        expected = logp_of(model(), told.prompts[n], told.ids[n]).float().detach()
+        real = torch.tensor(told.mask[n])
+        assert torch.allclose(torch.tensor(row["logp"])[real], expected[real], atol=1e-5)
+    assert {r.current_version for r in store_rows(tmp_path / "store")} == {0}
+
+
+def store_rows(folder: Any) -> list[Any]:
+    from windage.analysis.diagnose.readers.index import read as dump
+
+    return list(dump(folder, refuse=lambda fault: None))
+
+
+class Engine:
+    """A stand-in of TRL's `VLLMGeneration`: responses of each prompt, with as much as is asked."""
+
+    logprobs = 0
+
+    def __init__(self, source: LlamaForCausalLM) -> None:
+        self.source, self.told, self.synced = source, capped(source), 0
+        self.told.mask = [[True] * len(ids) for ids in self.told.ids]
+        self.told.rewards = of_ids(None, self.told.ids)
+
+    def sync_weights(self) -> None:
+        self.synced += 1
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any) -> Any:
+        asked = [prompt[0] - 2 for prompt in prompts]
+        rows = [p * GENERATIONS + n % GENERATIONS for n, p in enumerate(asked)]
+        completions = [self.told.ids[n] for n in rows]
+        ids, logprobs = [], []
+        for n in rows:
+            tops = self.top(n)
+            told = zip(self.told.ids[n], self.told.logprobs[n], strict=True)
+            pairs = [
+                [
+                    *top[: self.logprobs],
+                    *([own] if own[0] not in dict(top[: self.logprobs]) else []),
+                ]
+                for top, own in zip(tops, told, strict=True)
+            ]
+            ids.append([[token for token, _ in pair] for pair in pairs])
+            logprobs.append([[value for _, value in pair] for pair in pairs])
+        return prompts, completions, logprobs, ids
+
+    def top(self, n: int) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens before each of a response; the sampled one as the sampler says."""
+        prompt, ids = self.told.prompts[n], self.told.ids[n]
+        with torch.no_grad():
+            found = self.source(input_ids=torch.tensor([[*prompt, *ids]])).logits[0, 1:-1]
+        best = found.log_softmax(-1).topk(5)
+        own = list(zip(ids, self.told.logprobs[n], strict=True))
+        return [
+            [(own[t] if i == ids[t] else (i, v)) for i, v in zip(*pair, strict=True)]
+            for t, pair in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        ]
+
+
+def of_ids(completions: Any, completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [(sum(ids) * 7 + len(ids)) % 11 / 10 for ids in completion_ids]
+
+
+def with_engine(trainer: Any, source: LlamaForCausalLM) -> Engine:
+    """The trainer as TRL makes it with `use_vllm`, which here no process serves."""
+    trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+    trainer.vllm_generation = Engine(source)
+    trainer.vllm_importance_sampling_correction = False
+    return trainer.vllm_generation
+
+
+@pytest.mark.parametrize("name", ["cispo", "token_is", "gspo"])
+def test_the_sampler_of_vllm_is_the_behavior(name, tmp_path):
+    """The path that TRL takes with `use_vllm`: its log-probabilities reach the estimator."""
+    source = model()
+    trainer = Spy(
+        model=source,
+        reward_funcs=of_ids,
+        args=config(tmp_path, name, 4),
+        train_dataset=Dataset.from_dict({"prompt": [f"w{2 + p} w5" for p in range(PROMPTS)]}),
+        processing_class=tokenizer(),
+    )
+    engine = with_engine(trainer, source)
+    trainer.train()
+    assert engine.synced == 1
+    (found,) = trainer.kept
+    source.zero_grad()
+    assert largest(found, ours(entry(name), source, engine.told, gdpo=False)) < BOUND
+
+
+@pytest.mark.parametrize("head", [0, 1, 3])
+def test_a_head_of_vllm_is_recorded_and_training_stays_what_it_was(head, tmp_path):
+    source = model()
+    trainer = plain(tmp_path, 4, source, None)
+    engine = with_engine(trainer, source)
+    found = stored(trainer, tmp_path / "store", head=head)
+    by_ids = {(engine.told.prompts[n][0], *ids): n for n, ids in enumerate(engine.told.ids)}
+    for row in found:
+        n = by_ids[(row["prompt_ids"][0], *row["response_ids"])]
+        expected = torch.tensor(engine.told.logprobs[n]).float()
+        assert torch.allclose(torch.tensor(row["behavior_logp"]), expected, atol=1e-6)
+        assert ("head_ids" in row) == bool(head)
+        if head:
+            top = [pairs[:head] for pairs in engine.top(n)]
+            assert row["head_ids"].tolist() == [[i for i, _ in pairs] for pairs in top]
+            logp = torch.tensor([[v for _, v in pairs] for pairs in top]).float()
+            assert torch.allclose(torch.tensor(row["head_behavior_logp"]), logp, atol=1e-6)
+
+
+def test_a_head_that_nothing_tells_is_refused(tmp_path):
+    source = model()
+    with refused("head is 3", "only vLLM", "allowed"):
+        record_trl(plain(tmp_path, 4, source, capped(source)), tmp_path / "store", head=3)
+    trainer = plain(tmp_path, 4, source, None)
+    with_engine(trainer, source).llm = Named(llm_engine=Named(model_config=Named(max_logprobs=20)))
+    with refused("head is 21", "20"):
+        record_trl(trainer, tmp_path / "store", head=21)
+    with refused("_compute_loss", "TRL 1.16"):
+        record_trl(Named(**{name: None for name in METHODS[:-1]}), tmp_path / "store")
+
+
+# Several processes, as accelerate and TRL run them.
+
+RANKS = 2
+
+
+class Share:
+    """The part of recorded responses that a process asks for."""
+
+    def __init__(self, source: LlamaForCausalLM, rank: int) -> None:
+        self.whole, self.rank = capped(source), rank
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        size = ROWS // RANKS
+        part = slice(self.rank * size, (self.rank + 1) * size)
+        return {name: value[part] for name, value in self.whole(prompts, trainer).items()}
+
+
+def child(folder: str, name: str) -> None:
+    """One of the processes; the first leaves its gradient, each its store."""
+    rank = int(os.environ["RANK"])
+    source = model()
+    trainer = Spy(
+        model=source,
+        reward_funcs=reward,
+        args=config(folder, name, 3, gradient_accumulation_steps=ROWS // RANKS // 3),
+        train_dataset=Dataset.from_dict({"prompt": [f"w{2 + p} w5" for p in range(PROMPTS)]}),
+        processing_class=tokenizer(),
+        rollout_func=Share(source, rank),
+    )
+    record_trl(trainer, f"{folder}/store")
+    trainer.train()
+    if rank == 0:
+        Path(folder, "gradient.json").write_text(json.dumps(trainer.kept[0].tolist()))
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "batch_std"])
+def test_two_processes_make_the_gradient_of_one(name, tmp_path):
+    """A group lies on both, so that advantages and denominators must be of the whole batch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = f"import test_adapter_trl as t; t.child({str(tmp_path)!r}, {name!r})"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={
+                **os.environ,
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "1"},
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [0] * RANKS, said[0][-2000:]
+    source = model()
+    found = torch.tensor(json.loads((tmp_path / "gradient.json").read_text()), dtype=torch.float64)
+    assert largest(found, ours(entry(name), source, capped(source), gdpo=False)) < BOUND
+    kept = [list(read(tmp_path / f"store/rank-0000{r}", tokenizer=vocabulary(tokenizer())))
+            for r in range(RANKS)]  # fmt: skip
+    told = capped(source)
+    assert [row["response_ids"].tolist() for rows in kept for row in rows] == told.ids
+    assert [row["group_id"] for rows in kept for row in rows] == [
+        f"0/{n // GENERATIONS}" for n in range(ROWS)
+    ]
