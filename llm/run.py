@@ -346,7 +346,7 @@ def start(
         source=store or _source(config, desk, loaded, first, steps),
         desk=desk,
         schedule=schedule,
-        shadows=_shadows(config),
+        shadows=_shadows(config, estimator),
         start=first,
         steps=steps,
         ranks=ranks,
@@ -558,9 +558,11 @@ def _again(config: Config, loaded: Loaded) -> Sampler:
     return sampler_of(config, plain, config.model.path)
 
 
-def _shadows(config: Config) -> dict[str, Estimator]:
+def _shadows(config: Config, estimator: Estimator) -> dict[str, Estimator]:
+    """Entries beside the recipe, which may need of other policies what it needs itself."""
     asked = {name: recipe.ready(name, {}, config) for name in config.recipe.shadow}
     fields = ["versions", "current_version", "truncated", "elapsed"]
+    fields += [need for need in ("proximal_logp", "reference_logp") if need in estimator.needs]
     fields += ["values"] if config.critic.kind else []
     if config.sampling.head:
         fields += ["head_ids", "head_behavior_logp", "head_logp"]

@@ -8,7 +8,7 @@ import torch
 from checks import assert_apart, assert_close, refused
 
 from windage.estimators.batch import Batch
-from windage.estimators.catalogue import get
+from windage.estimators.catalogue import CATALOGUE, get
 from windage.estimators.diagnostics import effective_log_ratio
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Coefficients, coefficients, surrogate
@@ -102,6 +102,25 @@ def test_without_the_head_part_the_cosine_is_another(monkeypatch):
     )
     found = shadows({"grpo": get("grpo")}, batch, own, ids=ids)
     assert_apart(found["shadow/grpo/cosine"], wanted, at_least=1e-3)
+
+
+@pytest.mark.parametrize("name", [n for n, e in CATALOGUE.items() if "components" not in e.needs])
+def test_every_entry_can_be_a_shadow(name):
+    """Where the run has what it needs: a critic's values, or another policy's log-probabilities."""
+    batch, _, ids = world()
+    g = torch.Generator().manual_seed(1)
+    others = {
+        field: torch.where(batch.mask, batch.logp + 0.1 * torch.randn(4, 3, 4, generator=g), 0.0)
+        for field in ("proximal_logp", "reference_logp", "values")
+    }
+    truncated, elapsed = torch.zeros(4, 3, dtype=torch.bool), torch.ones(4, 3).double()
+    batch = replace(batch, **others, truncated=truncated, elapsed=elapsed).validate()
+    fields = (*others, "versions", "current_version", "truncated", "elapsed")
+    fields += ("head_ids", "head_behavior_logp", "head_logp")
+    asked = carried({name: entry(name)}, fields=fields, length=4)
+    real = coefficients(get("reinforce"), batch)
+    found = shadows(asked, batch, real, ids=ids)
+    assert found[f"shadow/{name}/weight"] >= 0 and all(map(math.isfinite, found.values()))
 
 
 def test_its_own_shadow_is_itself():

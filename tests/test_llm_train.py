@@ -223,6 +223,18 @@ def test_a_reference_moves_when_the_file_says(text, model, tmp_path, monkeypatch
     assert_close(torch.stack(references), torch.stack(REFRESHED[text](policies)), relative=1e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo_k3", "decoupled_ppo"])
+def test_a_recipe_that_looks_at_another_policy_can_have_itself_as_a_shadow(
+    name, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    (record,) = trained(
+        model, tmp_path / "run", recipe={"name": name, "shadow": [name]}, train={"steps": 1}
+    )
+    assert record[f"shadow/{name}/cosine"] == pytest.approx(1.0)
+    assert record[f"shadow/{name}/norm_ratio"] == pytest.approx(1.0)
+
+
 def test_adafactor_and_activations_that_are_computed_again(model, tmp_path):
     """The step that Adafactor makes of the gradient that a plain step shows."""
     text = '[train]\noptimizer = "adafactor"\nsteps = 1\n[model]\ngradient_checkpointing = true'
