@@ -6,7 +6,7 @@
 The same model, the same 32 responses of 64 tokens after 24-token prompts, the same micro-batches
 of 8, AdamW, gradients clipped; both ways in one process, in turn, the least of three.  Without TRL
 only ours is timed.  Writes benchmarks/results/step.json.  Floors, written down before: TRL's step;
-1 % of the step for the coefficients; 5 % for centering over 128 tokens.
+1 % of the step for the coefficients, and for two shadows; 5 % for centering over 128 tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from windage.estimators.catalogue import get
 from windage.estimators.centering import top_k
 from windage.estimators.estimator import Estimator, batch_terms, token_coefficients
 from windage.estimators.member import use
-from windage.llm import models
+from windage.llm import metrics, models
 from windage.llm.guard import Guard
 from windage.llm.learner import Learner, Settings, optimizer_of, schedule_of
 from windage.llm.ranks import ALONE
@@ -42,6 +42,7 @@ from windage.llm.samplers.vllm import VllmSampler
 ROOT = Path(__file__).parents[1]
 RESPONSES, TOKENS, PROMPT, MICRO, HEAD, GROUP = 32, 64, 24, 8, 128, 8
 DRAWN = 64
+BESIDE = ("gspo", "cispo")
 TIMES = 3
 RATE = {"learning_rate": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999}
 
@@ -238,6 +239,15 @@ def fused(model: str, dtype: str, given: list[dict[str, Any]]) -> dict[str, floa
     }
 
 
+def shadows(estimator: Estimator, given: list[dict[str, Any]]) -> Callable[[], object]:
+    """What two other recipes would have done, beside a batch whose passes were made."""
+    batch = to_batch(given, group_size=GROUP)
+    squares = torch.where(batch.mask, 0.5, 0.0).to(batch.rewards.dtype)
+    filled = replace(batch, logp=batch.behavior_logp, probability_square=squares)
+    asked = {name: get(name) for name in BESIDE}
+    return lambda: metrics.of_shadows(asked, estimator, filled, given)
+
+
 def measure(model: str, device: str, dtype: str, *, draw: bool) -> dict[str, Any]:
     """Every figure of one model on one device."""
     loaded = models.load(model, dtype=dtype, device=device)
@@ -253,6 +263,7 @@ def measure(model: str, device: str, dtype: str, *, draw: bool) -> dict[str, Any
         "centered": lambda: with_head.update(wide),
         "not_centered": lambda: without.update(plain),
         "coefficients": coefficients(entry, plain),
+        "shadows": shadows(entry, plain),
     }
     theirs = trl_step(loaded, plain)
     if theirs is not None:
@@ -268,6 +279,7 @@ def measure(model: str, device: str, dtype: str, *, draw: bool) -> dict[str, Any
         "seconds": found,
         "ours_over_trl": found["ours"] / found["trl"] if "trl" in found else None,
         "coefficients_share": found["coefficients"] / found["ours"],
+        "shadows_share": found["shadows"] / found["ours"],
         "centering_overhead": found["centered"] / found["not_centered"] - 1,
         "tokens_per_second": RESPONSES * TOKENS / found["ours"],
         "log_probability_gap": parity(loaded),
