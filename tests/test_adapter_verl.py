@@ -73,9 +73,12 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def by_verl(name: str, *, bypass: bool, ranks: int, size: int) -> Tensor:
+def by_verl(
+    name: str, *, bypass: bool, ranks: int, size: int, metrics: list[Any] | None = None, **lies: int
+) -> Tensor:
     """A step of verl's: rollout correction, advantages, then its loss over micro-batches."""
     c, rules = case(), told(name, bypass=bypass)
+    totals = {"batch_num_tokens": int(c.mask.sum()), "global_batch_size": len(GROUPS)}
     lengths = c.real.sum(1)
     scores = torch.zeros_like(c.behavior_logp)
     scores[torch.arange(len(GROUPS)), lengths - 1] = c.rewards
@@ -109,19 +112,16 @@ def by_verl(name: str, *, bypass: bool, ranks: int, size: int) -> Tensor:
             own = zip(rows, n, strict=True)
             parts["responses"] = nested([c.ids[r][PROMPT : PROMPT + k] for r, k in own])
             batch = TensorDict(parts, batch_size=len(rows))
-            tu.assign_non_tensor(
-                batch,
-                dp_size=ranks,
-                batch_num_tokens=int(c.mask.sum()),
-                global_batch_size=len(GROUPS),
-            )
+            tu.assign_non_tensor(batch, **{"dp_size": ranks, **totals, **lies})
             # verl's engine hands over one number a token of prompt and response, shifted by one.
             flat = [
                 torch.cat([logp.new_zeros(PROMPT - 1), row[:k], logp.new_zeros(1)])
                 for row, k in zip(logp, n, strict=True)
             ]
-            loss, _ = ppo_loss(actor, {"log_probs": nested(flat)}, batch)
+            loss, said = ppo_loss(actor, {"log_probs": nested(flat)}, batch)
             loss.backward()
+            if metrics is not None:
+                metrics.append(said)
     return gradient_of(c.model) / ranks
 
 
@@ -139,6 +139,35 @@ def test_the_gradient_of_a_step_is_ours(name, bypass):
 def test_every_entry_that_a_hook_can_carry_is_tried():
     assert {name for name, _ in CARRIED} == carried(*HOSTS.values())
     assert set(adapter.check()) == {adapter.PREFIX + n for n, _ in CARRIED}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "lies"),
+    [
+        ("dapo", 1, {"batch_num_tokens": 12}),
+        ("gspo", 1, {"global_batch_size": 6}),
+        ("rloo", 2, {"dp_size": 1}),
+    ],
+)
+def test_counts_that_are_not_of_all_ranks_are_noticed(name, ranks, lies):
+    """The loss divides by what verl counts over all ranks, and undoes verl's mean over them."""
+    found = by_verl(name, bypass=True, ranks=ranks, size=3, **lies)
+    assert largest(found, ours(entry(name), case())) > 1e-2
+
+
+def test_shadows_are_in_the_metrics_that_verl_logs(monkeypatch):
+    monkeypatch.setenv(adapter.SHADOWS, "cispo dual_clip gspo")
+    metrics: list[Any] = []
+    found = by_verl("cispo", bypass=True, ranks=2, size=3, metrics=metrics)
+    assert largest(found, ours(entry("cispo"), case())) < BOUND
+
+    def logged(name: str, what: str) -> list[float]:
+        return [said[f"windage/shadow/{name}/{what}"].aggregate() for said in metrics]
+
+    assert len(metrics) == 4
+    for what in ("token_cosine", "token_norm_ratio"):
+        assert logged("cispo", what) == pytest.approx([1] * 4)
+        assert min(logged("gspo", what)) < 0.999 and min(logged("dual_clip", what)) > 0
 
 
 # Registration.
@@ -192,7 +221,7 @@ def run_config(**changes: Any) -> Any:
                 "rollout_correction": {"bypass_mode": True, "rollout_is": None, "rollout_rs": None},
             },
             "data": {"train_batch_size": 64},
-            "trainer": {"use_v1": True},
+            "trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}},
             "actor_rollout_ref": {
                 "rollout": {"calculate_log_probs": True},
                 "actor": {
@@ -239,3 +268,13 @@ def test_a_run_that_cannot_be_carried_is_refused(changes, said):
 
 def test_a_run_that_can_be_carried_passes():
     assert "windage_cispo" in adapter.check(run_config())
+
+
+def test_a_trainer_that_syncs_every_few_updates_shows_its_hook_one_mini_batch():
+    """`separate_async` splits the prompts of a step among its updates; advantages are of each."""
+    apart = {"trainer__v1__trainer_mode": "separate_async"}
+    apart["trainer__v1__separate_async__parameter_sync_step"] = 4
+    assert adapter.check(run_config(**both("windage_batch_std"), **apart))
+    apart["trainer__v1__separate_async__parameter_sync_step"] = 2
+    with refused("ppo_mini_batch_size is 16", "32"):
+        adapter.check(run_config(**both("windage_batch_std"), **apart))
