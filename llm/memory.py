@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windage.estimators.errors import BadInput
+from windage.llm import recipe
 from windage.llm.config import Config
 from windage.llm.logprobs import TOKENS, VOCABULARY
 
@@ -19,12 +20,12 @@ def estimate(config: Config) -> dict[str, float]:
     """GiB by purpose, of one process that shards nothing.
 
         weights P b, gradients P' b, optimizer 2 P' b (adamw), the sampler's copy P b', a reference
-        P b, a critic's model 4 Q b (adamw), activations R T (34 W + ...) L b, pieces of logits
-        3 * 256 * 8192 * 4
+        P b where there is no adapter, a critic's model 4 Q b (adamw), activations R T (34 W + ...)
+        L b, pieces of logits 3 * 256 * 8192 * 4
 
-    with P parameters, P' of them trained, Q of the critic's, b bytes a number, R responses of T
-    tokens in a forward pass, width W and L layers.  Activations are a rule of thumb, good to a
-    factor of two.
+    with P parameters, P' of them trained, Q of the critic's, b bytes a number, b' of the sampler's,
+    R responses of T tokens in a forward pass, width W and L layers.  Activations are a rule of
+    thumb, good to a factor of two.
 
     Raises:
         BadInput: the model's configuration cannot be read.
@@ -36,18 +37,22 @@ def estimate(config: Config) -> dict[str, float]:
     tokens = config.train.micro_batch * (config.sampling.max_tokens + 64)
     kept = CHECKPOINTED if config.model.gradient_checkpointing else KEPT
     narrow = BYTES[config.model.autocast or config.model.dtype]
-    sampled = BYTES[config.sampling.dtype or config.model.dtype]
+    sampled = BYTES[config.sampling.dtype or config.model.autocast or config.model.dtype]
+    asks = config.train.mode != "offline" or config.evaluate.every > 0
+    compares = "reference_logp" in recipe.resolve(config).needs and not config.model.lora_rank
     found = {
         "weights": parameters * b,
         "gradients": trained * b,
         "optimizer": STATES[config.train.optimizer] * trained * b,
-        "sampler": 0 if config.train.mode == "offline" else parameters * sampled,
+        "sampler": parameters * sampled if asks else 0,
+        "reference": parameters * b if compares else 0,
         "critic": _critic(config),
         "activations": tokens * width * layers * kept * narrow,
         "logits": 3 * TOKENS * VOCABULARY * 4,
     }
-    if not config.critic.kind:
-        del found["critic"]
+    for name, there in (("critic", config.critic.kind), ("reference", compares)):
+        if not there:
+            del found[name]
     found["total"] = sum(found.values())
     return {"parameters": float(parameters)} | {k: v / 2**30 for k, v in found.items()}
 
