@@ -27,7 +27,8 @@ Row = Mapping[str, Any]
 TITLE = """# Metrics
 
 What a run writes to `metrics.jsonl`, one record a step, and what `windage diagnose` tells of a
-dump.  Written by `python -m windage.llm.metrics`; a test keeps it true.
+dump; docs/diagnose.md has what it tells beside.  Written by `python -m windage.llm.metrics`; a test
+keeps it true.
 
 - N trainable tokens, R responses, T tokens of a response.
 - pi is the policy before the update, mu the distribution that drew the token (temperature, top-k

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from windage.analysis.diagnose import demo, document, groups, ranking, tails, written
+from windage.analysis.diagnose import demo, document, groups, ranking, tails, words, written
 from windage.analysis.diagnose.blocks import gathered
 from windage.analysis.diagnose.document import Diagnosis, collect, metrics
 from windage.analysis.diagnose.groups import Sample
@@ -345,6 +346,27 @@ def test_the_demo_is_what_its_script_makes(tmp_path: Path) -> None:
     import pyarrow.parquet as parquet
 
     assert parquet.read_table(tmp_path / "demo.parquet").equals(parquet.read_table(shipped))
+
+
+def test_the_page_of_figures_is_the_one_that_its_script_makes() -> None:
+    page = Path(__file__).parents[1] / "docs/diagnose.md"
+    assert page.read_text() == words.document()
+
+
+def test_every_figure_is_on_a_page(found: Diagnosis) -> None:
+    """Of a dump with everything: in docs/diagnose.md, or in docs/metrics.md."""
+    docs = Path(__file__).parents[1] / "docs"
+    listed = "".join((docs / name).read_text() for name in ("diagnose.md", "metrics.md"))
+    for name in found.figures():
+        stem = re.sub(r"_\d(\.\d)?(?=_response|$)", "_CAP", name) if "limits/" in name else name
+        assert f"`{stem}`" in listed, name
+    table = ranking.rows(support(found.sample, ("rloo",)))
+    for column in table[0]:
+        known = any(column.startswith(stem) for stem in ("clip_", "weight_", "admission_"))
+        plain = column.removesuffix("_half_width") in (
+            "rank", "estimator", "why", "reason", "composition"
+        )  # fmt: skip
+        assert known or plain or f"`{column.removesuffix('_half_width')}`" in listed, column
 
 
 def test_every_figure_has_words(found: Diagnosis) -> None:

@@ -1,5 +1,7 @@
 """Formula, unit, direction and verl's name of the figures that `estimators.metrics` does not have.
 
+`python -m windage.analysis.diagnose.words` writes docs/diagnose.md.
+
 N counts tokens, R responses; r is the outcome before shaping, T the trainable tokens, s the log-
 ratio of a response, x of a token.
 """
@@ -20,6 +22,42 @@ class Words(NamedTuple):
     verl: str | None = None
     stage: str = "-"
 
+
+HEADER = """# What `windage diagnose` tells
+
+Of a dump: the figures of `docs/metrics.md` that its columns allow, and those below.  Written by
+`python -m windage.analysis.diagnose.words`; a test keeps it true.  Every figure comes with the
+half width of a 95 % interval, groups independent; extremes and shapes of tails have none.
+
+- N tokens that the policy chose, R responses, T such tokens of a response.
+- pi is the trainer as late as the dump has it, mu what the dump says that drew.
+- x = log pi - log mu of a token, s its sum over a response, r the outcome before shaping.
+- CAP is each value of `--cap`, 2 and 5 without it; ENTRY a recipe of the catalogue that centers.
+- Ratios: taken before or after they were capped.
+
+| figure | formula | unit | better | ratios | verl |
+|---|---|---|---|---|---|
+"""
+ENTRIES = """
+Of each entry of the catalogue, from a sample of whole groups; d is its update by the logits of each
+token, d0 that of `rloo` without correction, dR that of the reference, the ratio of whole responses
+where its tail can bear it, else of tokens:
+
+| column | formula | better |
+|---|---|---|
+"""
+_COLUMNS = {
+    "scale": ("<d, d0> / <d0, d0>: progress a step along the plain update", "none"),
+    "noise": ("<d, d> / (scale^2 <d0, d0>): power at equal progress, 1 at least", "down"),
+    "bias": ("norm of (d / scale - dR / scale of the reference) / norm of d0", "down"),
+    "effective_share": ("sum(C)^2 / (N sum(C^2)), C the sizes of its coefficients", "up"),
+    "largest_share": ("largest C / sum(C)", "down"),
+    "cosine_plain": ("of d with d0", "none"),
+    "cosine_reference": ("of d with dR", "none"),
+    "signal_to_noise": ("as `shadow/ENTRY/signal_to_noise` of docs/metrics.md", "up"),
+    "tail": ("shape k of a Pareto law fitted to its largest weights", "down"),
+    "clip_*, weight_*, admission_*": ("as of docs/metrics.md", "none"),
+}
 
 _OTHERS = {
     "proximal/k1": Words("-sum(log proximal - log mu) / N", "nats", "down", None, "before"),
@@ -47,20 +85,30 @@ _OTHERS = {
     "group/constant": Words(
         "groups of at least two whose outcomes are equal / groups", "share", "down"
     ),
-    "group/constant_low": Words("of these, at the least outcome of the dump", "share", "none"),
-    "group/constant_high": Words("of these, at the greatest outcome", "share", "none"),
+    "group/constant_low": Words(
+        "groups of at least two, all at the least outcome of the dump / groups", "share", "none"
+    ),
+    "group/constant_high": Words(
+        "groups of at least two, all at its greatest outcome / groups", "share", "none"
+    ),
     "length/reward_correlation": Words("cov(r, T) / (std(r) std(T))", "-", "none"),
     "length/reward_slope": Words("1000 cov(r, T) / var(T)", "reward / 1000 tokens", "none"),
     "truncation/share": Words(
         "responses that a limit ended / R", "share", "down", "response_length/clip_ratio"
     ),
-    "truncation/reward": Words("mean outcome of those", "reward", "none"),
-    "truncation/reward_of_others": Words("mean outcome of the others", "reward", "none"),
-    "truncation/effect": Words("mean outcome less that of the others", "reward", "none"),
+    "truncation/reward": Words("mean outcome of responses that a limit ended", "reward", "none"),
+    "truncation/reward_of_others": Words(
+        "mean outcome of responses that no limit ended", "reward", "none"
+    ),
+    "truncation/effect": Words(
+        "mean outcome of all less that of responses that no limit ended", "reward", "none"
+    ),
     "selection/admitted": Words("responses that were trained on / R", "share", "up"),
     "selection/reward": Words("mean outcome of the admitted less that of all", "reward", "none"),
     "selection/length": Words("mean length of the admitted less that of all", "tokens", "none"),
-    "selection/truncated": Words("truncated share of the admitted less all", "share", "none"),
+    "selection/truncated": Words(
+        "share ended by a limit, of the admitted less of all", "share", "none"
+    ),
 }
 
 
@@ -97,3 +145,30 @@ def words(name: str) -> Words:
     verl = "rollout_corr/rollout_is_eff_sample_size" if over == "N" else None
     formula = f"sum(w)^2 / ({over} sum(w^2)), w = min(exp({letter}), {cap})"
     return Words(formula, "share", "up", verl, "after")
+
+
+def document() -> str:
+    """The page that lists every figure."""
+
+    def cell(text: str | None) -> str:
+        return (text or "").replace("|", "\\|")
+
+    names = [*_OTHERS, "drift/ENTRY"]
+    for stem in ("above_CAP", "below_CAP", "ess_truncated_CAP"):
+        names += [f"limits/{stem}", f"limits/{stem}_response"]
+    lines = []
+    for name in sorted(names):
+        about = words(name)
+        verl = f"`{about.verl}`" if about.verl else ""
+        cells = (f"`{name}`", cell(about.formula), about.unit, about.better, about.stage, verl)
+        lines.append(f"| {' | '.join(cells)} |")
+    columns = [
+        f"| `{name}` | {cell(formula)} | {better} |" for name, (formula, better) in _COLUMNS.items()
+    ]
+    return HEADER + "\n".join(lines) + "\n" + ENTRIES + "\n".join(columns) + "\n"
+
+
+if __name__ == "__main__":
+    from pathlib import Path
+
+    Path("docs/diagnose.md").write_text(document(), encoding="utf-8")
