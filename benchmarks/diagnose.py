@@ -1,25 +1,33 @@
 """How often `windage diagnose` finds what is planted, raises what is not there, and how fast it is.
 
-    python benchmarks/diagnose.py [DUMPS]
+    python benchmarks/diagnose.py [--dumps N] [--cases NAME ...]
+    python benchmarks/diagnose.py --speed | --tokens | --rows
 
 Draws so many dumps (default 40) of every planted case, of different size, pace and error, and
 writes benchmarks/results/diagnose.json and analysis/diagnose/rates.json, which reports quote.  A
 case counts as found where its own sign is raised; a false alarm is any sign in an honest dump.
-Last it times a dump of a million tokens, from file to document.
+`--cases` draws some cases anew and keeps the others' figures.
+
+Each of the other flags times one dump from file to document, in a process of its own, and writes
+its own figure: a million tokens of the planted automaton; ten million tokens in responses of 400;
+ten million rows of a short response each, some ten minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from exact import machine
 
 from windage.analysis.diagnose import faults, written
@@ -30,6 +38,7 @@ HERE = Path(__file__).parent
 RESULT = HERE / "results" / "diagnose.json"
 RATES = HERE.parent / "analysis" / "diagnose" / "rates.json"
 MILLION = Run(groups=6600, group_size=4, lag=2)
+GROUP, PIECE = 8, 50_000
 TIMED = """
 import json, sys, time, resource
 from pathlib import Path
@@ -41,6 +50,7 @@ print(json.dumps({
     "processor_seconds": round(time.process_time(), 2),
     "tokens": found["dump"]["tokens"],
     "rows": found["dump"]["rows_kept"],
+    "groups": found["dump"]["groups"],
     "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
 }))
 """
@@ -60,7 +70,7 @@ def tried(name: str, count: int) -> dict[str, Any]:
     return {"case": name, "planted": sign, "run": planted, "dumps": count, "raised": raised}
 
 
-def rates(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def rates(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """By sign: false alarms on honest dumps, and how many planted ones were found."""
     honest = [each for each in cases if each["planted"] is None]
     total = sum(each["dumps"] for each in honest)
@@ -74,11 +84,53 @@ def rates(cases: list[dict[str, Any]]) -> dict[str, Any]:
     return {"signs": signs}
 
 
-def timed() -> dict[str, Any]:
-    """A dump of about a million tokens, in a process of its own."""
+def million(path: Path) -> None:
+    """A dump of about a million tokens."""
+    written.write(path, rows(MILLION, 0))
+
+
+def made(path: Path, count: int, shortest: int, longest: int) -> None:
+    """A dump of random responses in groups of eight, a piece at a time."""
+    rng = np.random.default_rng(0)
+    writer = None
+    for start in range(0, count, PIECE):
+        piece = _piece(rng, np.arange(start, min(start + PIECE, count)), shortest, longest)
+        writer = writer or pq.ParquetWriter(path, piece.schema, compression="zstd")
+        writer.write_table(piece)
+    if writer is not None:
+        writer.close()
+
+
+def _piece(rng: np.random.Generator, number: np.ndarray, shortest: int, longest: int) -> pa.Table:
+    n = len(number)
+    length = rng.integers(shortest, longest + 1, n)
+    ends = pa.array(np.concatenate([[0], length.cumsum()]).astype(np.int32))
+    behavior = -rng.exponential(0.6, length.sum())
+    error = rng.normal(0, 0.02, len(behavior)) * -np.expm1(behavior)
+    version = rng.integers(3, 6, n)
+
+    def lists(values: np.ndarray, kind: type) -> pa.ListArray:
+        return pa.ListArray.from_arrays(ends, pa.array(values.astype(kind)))
+
+    return pa.table(
+        {
+            "behavior_logp": lists(behavior, np.float32),
+            "logp": lists(np.minimum(behavior + error, 0), np.float32),
+            "versions": lists(np.repeat(version, length), np.int32),
+            "current_version": np.full(n, 5),
+            "group_id": (number // GROUP).astype(str),
+            "sample_id": number.astype(str),
+            "reward": rng.integers(0, 2, n).astype(float),
+            "finish_reason": np.where(rng.random(n) < 0.9, "stop", "length"),
+        }
+    )
+
+
+def timed(write: Callable[[Path], None]) -> dict[str, Any]:
+    """A dump from file to document, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "million.parquet"
-        written.write(path, rows(MILLION, 0))
+        path = Path(folder) / "dump.parquet"
+        write(path)
         answer = subprocess.run(
             [sys.executable, "-c", TIMED, str(path)], check=True, capture_output=True, text=True
         )
@@ -86,27 +138,36 @@ def timed() -> dict[str, Any]:
     return found
 
 
+SIZES: dict[str, Callable[[Path], None]] = {
+    "speed": million,
+    "tokens": lambda path: made(path, 25_000, 400, 400),
+    "rows": lambda path: made(path, 10_000_000, 1, 7),
+}
+
+
 def main() -> None:
-    """Try every case, time one, write."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    start = time.perf_counter()
-    cases = []
-    for name in CASES:
-        cases.append(tried(name, count))
-        print(cases[-1], flush=True)
-    measured = rates(cases)
-    speed = timed()
-    print(json.dumps(speed))
-    document = {
-        "machine": machine(),
-        "cases": cases,
-        **measured,
-        "speed": speed,
-        "seconds": round(time.perf_counter() - start),
-        "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
-    }
+    """Try cases, or time a dump; keep what was measured before."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--dumps", type=int, default=40)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    for name in SIZES:
+        parser.add_argument(f"--{name}", action="store_true")
+    asked = parser.parse_args()
+    document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    sizes = [name for name in SIZES if getattr(asked, name)]
+    for name in sizes:
+        document[name] = timed(SIZES[name]) | {"machine": machine()}
+        print(name, json.dumps(document[name]))
+    if not sizes:
+        known = {each["case"]: each for each in document.get("cases", [])}
+        for name in asked.cases:
+            known[name] = tried(name, asked.dumps)
+            print(known[name], flush=True)
+        cases = [known[name] for name in CASES if name in known]
+        measured = rates(cases)
+        document |= {"machine": machine(), "cases": cases, **measured}
+        RATES.write_text(json.dumps(measured, indent=1) + "\n")
     RESULT.write_text(json.dumps(document, indent=1) + "\n")
-    RATES.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -157,8 +157,28 @@ def test_too_few_tokens_tell_nothing() -> None:
 
 
 def test_a_copied_column_is_said_to_be_one() -> None:
-    some = [replace(row, behavior_logp=row.logp) for row in dump("synchronous", 0)]
-    assert raised(some) == {"copied"}
+    """At lag 0 one program may have computed both, which the dump cannot tell from a copy."""
+    for name in ("asynchronous", "asynchronous, versions not recorded"):
+        some = [replace(row, behavior_logp=row.logp) for row in dump(name, 0)]
+        assert raised(some) == {"copied"}
+    young = [replace(row, behavior_logp=row.logp) for row in dump("synchronous", 0)]
+    judged = {s.name: s for s in faults.judge(*collect_evidence(young))}
+    assert judged["copied"].state == "cannot tell" and "lag 0" in judged["copied"].says
+    assert judged["shift"].state == "clear"
+
+
+def test_tokens_that_are_certain_are_not_called_copied() -> None:
+    """A sharp policy says 0 on both sides of most tokens; the few others tell."""
+    some = []
+    for row in dump("asynchronous", 0):
+        sure = np.arange(len(row.mask)) % 2_000 != 0
+        logp, behavior = (np.where(sure, 0.0, x) for x in (row.logp, row.behavior_logp))
+        some.append(replace(row, logp=logp, behavior_logp=behavior))
+    assert sum(len(row.mask) for row in some) > 40 * len(some) / 2
+    assert "copied" not in raised(some)
+    none = [replace(row, logp=0 * row.mask, behavior_logp=0 * row.mask) for row in some]
+    judged = {s.name: s for s in faults.judge(*collect_evidence(none))}
+    assert judged["copied"].state == "cannot tell"
 
 
 def test_raw_and_processed_look_alike_without_the_sum_of_squares() -> None:

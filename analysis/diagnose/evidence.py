@@ -19,6 +19,8 @@ PLACES = 12
 NEIGHBORS = (-1, 0, 1)
 VERSIONS = 4096
 SAME = 1e-9
+# Nearer to 0 a log-probability is 0 in single precision, whoever computed it.
+CERTAIN = 1e-6
 
 
 def lag_bin(lag: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
@@ -48,6 +50,7 @@ class Evidence:
 
     near: of tokens within 5 nats, by lag.
     far: of the others, and of all.
+    same: of tokens that are not certain, by whether lag 0 is recorded.
     pairs: of the trainer's log-probability and the sampler's one place before, at and after.
     moved: by whether new weights arrived before in the response, by lag and by position.
     by_version: by version and lag, before new weights arrived.
@@ -57,7 +60,8 @@ class Evidence:
         self.near = Sums(
             "n", "l", "ll", "x", "xx", "xl", "ratio", "inverse", "known", "calibration", bins=LAGS
         )
-        self.far = Sums("n", "below", "above", "far", "all", "same")
+        self.far = Sums("n", "below", "above", "far", "all")
+        self.same = Sums("n", "same", bins=2)
         self.pairs = {d: Sums("n", "a", "b", "aa", "bb", "ab") for d in NEIGHBORS}
         self.moved = Sums("n", "k3", "weight", bins=2 * LAGS * PLACES)
         self.by_version: dict[tuple[int, int], np.ndarray] = {}
@@ -80,7 +84,11 @@ class Evidence:
         self.far.add(
             block.buckets, 0, n=np.ones_like(x), below=(x < -FAR).astype(float),
             above=(x > FAR).astype(float), far=np.where(near, 0.0, size), all=size,
-            same=(np.abs(x) < SAME).astype(float),
+        )  # fmt: skip
+        open_ = np.minimum(logp, block.behavior) < -CERTAIN
+        self.same.add(
+            block.buckets[open_], (lag[open_] == 0).astype(int),
+            n=np.ones(int(open_.sum())), same=(np.abs(x[open_]) < SAME).astype(float),
         )  # fmt: skip
         self._pairs(block)
         k3 = np.where(near, np.expm1(np.clip(x, -FAR, FAR)) - x, 0.0)

@@ -34,6 +34,7 @@ FEW, MOST_SPREAD, HALF = 1e-4, 0.7, 0.5
 OUTLIERS = 8
 AFTER, GROWTH, JUMP, LATER = 2.0, 3.0, 4.0, 2.0
 CELL = 200
+EQUAL = 0.999
 
 
 @final
@@ -112,14 +113,28 @@ def shift(evidence: Evidence) -> Sign:
 
 
 def copied(evidence: Evidence) -> Sign:
-    """Trainer and sampler say the same to the last digit."""
-    same = figure(evidence.far.over(), lambda s: s["same"] / s["n"])
+    """Trainer and sampler say the same to the last digit, of tokens that are not certain.
+
+    At lag 0 one program may have computed both; after an update it cannot.
+    """
+    same = figure(evidence.same.over(), lambda s: s["same"] / s["n"])
+    if same.value is None or evidence.same.over()["n"].sum() < CELL:
+        return _unknown("copied", f"fewer than {CELL} tokens whose probability is below 1")
+    equal = same.value > EQUAL
+    if equal and not evidence.same.over(0)["n"].any():
+        return _unknown(
+            "copied",
+            "Trainer and sampler agree to the last digit, and every token is of lag 0: either one "
+            "program computed both with the same weights, or one was copied from the other.",
+            share=same.value,
+        )
     return _sign(
         "copied",
-        (same.value or 0.0) > 0.999,
-        "Trainer and sampler agree to the last digit at every token: one was copied from the "
-        "other, and the mismatch was not measured.",
-        "Trainer and sampler computed their numbers apart.",
+        equal,
+        "Trainer and sampler agree to the last digit, also at tokens that are not known to come "
+        "from the weights that were trained: one was copied from the other, and the mismatch was "
+        "not measured.",
+        f"Trainer and sampler computed their numbers apart (equal at {same.value:.2%} of tokens).",
         share=same.value,
     )
 

@@ -46,6 +46,8 @@ class Run:
         behind: updates by which the engine is further behind than it says, in half the versions.
         off: updates by which the trainer's weights are older than the dump says.
         ahead: what is added to the number of the version that drew.
+        copied: the trainer's column holds the sampler's numbers.
+        digits: of the recorded log-probabilities, behind the point; None: all.
         merges: share of tokens that the trainer reads as another text.
         recorded: what the dump holds beside log-probabilities: `versions`, `squares`.
     """
@@ -70,6 +72,8 @@ class Run:
     behind: int = 0
     off: int = 0
     ahead: int = 0
+    copied: bool = False
+    digits: int | None = None
     merges: float = 0.0
     recorded: tuple[str, ...] = ("versions", "squares")
 
@@ -86,6 +90,8 @@ CASES: Mapping[str, tuple[str | None, Run]] = {
     "temperature on both sides": (None, Run(temperature=0.7, applied=True)),
     "top-p on both sides": (None, Run(top_p=0.9, applied=True)),
     "large updates": (None, Run(lag=2, drift=0.08)),
+    "one program for both": (None, Run(lag=0, noise=0.0)),
+    "two digits": (None, Run(digits=2)),
     "temperature": ("temperature", Run(temperature=0.7)),
     "temperature near 1": ("temperature", Run(temperature=0.9, lag=1)),
     "high temperature": ("temperature", Run(temperature=1.3, recorded=())),
@@ -97,6 +103,8 @@ CASES: Mapping[str, tuple[str | None, Run]] = {
     ),
     "raw, trainer without": ("raw", Run(temperature=0.7, raw=True)),
     "raw, top-p": ("raw", Run(top_p=0.9, raw=True)),
+    "copied": ("copied", Run(copied=True)),
+    "copied, versions not recorded": ("copied", Run(copied=True, lag=0, recorded=())),
     "late by one": ("shift", Run(shift=1)),
     "early by one": ("shift", Run(shift=-1, recorded=())),
     "cache kept over updates": ("stale_cache", Run(in_flight=0.6, cache=1.0, drift=0.08, lag=3)),
@@ -266,6 +274,10 @@ def _row(drawn: Drawn, run: Run, rng: np.random.Generator, i: int, chance: float
     """One response as it stands in the dump."""
     n = int(drawn.length[i])
     behavior, logp = drawn.behavior[i, :n].numpy(), drawn.logp[i, :n].numpy().copy()
+    if run.copied:
+        logp = behavior.copy()
+    if run.digits is not None:
+        behavior, logp = behavior.round(run.digits), logp.round(run.digits)
     if run.shift:
         behavior = np.roll(behavior, run.shift)
     if run.merges:
