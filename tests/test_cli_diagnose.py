@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from windage.analysis.diagnose import document, written
+from windage.analysis.diagnose.figures import agreement
 from windage.analysis.diagnose.planted import Run, rows
 from windage.analysis.diagnose.support import support
 from windage.cli.main import main
@@ -62,13 +63,28 @@ def test_two_dumps_are_set_side_by_side_and_written(
     printed = capsys.readouterr().out
     assert "Beside it" in printed and "difference" in printed
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"diagnose.json", "diagnose.csv", "diagnose.html", "mismatch.png"} <= names
+    figures = {"mismatch.png", "support.png"}
+    assert {"diagnose.json", "diagnose.csv", "diagnose.html", *figures} <= names
     told = json.loads((tmp_path / "diagnose.json").read_text())
     by = {row["name"]: row for row in told["rows"]}
     assert by["ratio/mean"]["differs"] and by["ratio/mean"]["difference"] > 0.05
     assert "limits/above_1.5" in by
     raised = {s["name"] for s in told["other"]["signs"] if s["state"] == "raised"}
     assert raised == {"support"}
+
+
+def test_entries_that_do_the_same_are_one_in_the_table_of_cosines() -> None:
+    names = ["a", "b", "c", "left out"]
+    cosine = [[1.0, 0.999, 0.5, 0.1], [0.999, 1.0, 0.4, 0.1], [0.5, 0.4, 1.0, 0.1], [0.1] * 4]
+    rows = [{"estimator": n, "rank": r} for n, r in zip(names, (1, 1, 2, None), strict=True)]
+    told = {"rows": rows, "agreement": {"estimators": names, "cosine": cosine}}
+    drawn = agreement({"support": told})
+    assert drawn is not None and drawn.name == "agreement" and b"<svg" in drawn.svg
+    for word in (b"a +1", b"c", b"0.50"):
+        assert word in drawn.svg
+    assert b"left out" not in drawn.svg and b"0.40" not in drawn.svg
+    alike = {"estimators": names[:2], "cosine": [row[:2] for row in cosine[:2]]}
+    assert agreement({"support": {"rows": rows[:2], "agreement": alike}}) is None
 
 
 @pytest.mark.usefixtures("few")

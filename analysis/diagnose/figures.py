@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ AXES = {
 }
 MOST_BIAS, MOST_NOISE = 10.0, 30.0
 NAMED = 14
+# Entries of the table of cosines, and from which cosine on two do the same.
+SHOWN, ALIKE = 12, 0.995
 
 
 def panels(document: Document) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
@@ -147,3 +150,62 @@ def _name(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     label_points(axes, points, [(row["bias"], row["noise"]) for row in rows])
     for words in axes.texts:
         words.set_path_effects([Stroke(linewidth=2.5, foreground="white"), Normal()])
+
+
+def agreement(document: Document) -> Figure | None:
+    """Cosines of the first entries' updates, one entry of those that do the same."""
+    told = document["support"]["agreement"]
+    if told is None:
+        return None
+    names, cosine = _distinct(document["support"]["rows"], told)
+    if len(names) < 2:
+        return None
+    return draw(
+        "agreement",
+        lambda canvas: _paint_agreement(canvas, names, cosine),
+        size=(7.2, 0.9 + 0.3 * len(names)),
+        caption="Cosine of two entries' updates on the dump's groups, by the logits of each token; "
+        "entries by rank, those that do the same (cosine above 0.995) as one.",
+        alt="Cosines between the updates of the first entries.",
+    )
+
+
+def _distinct(
+    rows: Sequence[Mapping[str, Any]], told: Mapping[str, Any]
+) -> tuple[list[str], list[list[float]]]:
+    """Names, with how many others do the same, and the cosines between them."""
+    place = {name: i for i, name in enumerate(told["estimators"])}
+    cosine = told["cosine"]
+    groups: list[list[str]] = []
+    for row in rows:
+        if row["rank"] is None:
+            continue
+        own = cosine[place[row["estimator"]]]
+        same = (g for g in groups if (own[place[g[0]]] or 0.0) > ALIKE)
+        found = next(same, None)
+        if found is not None:
+            found.append(row["estimator"])
+        elif None not in (own[place[g[0]]] for g in groups):
+            groups.append([row["estimator"]])
+    shown = groups[:SHOWN]
+    names = [g[0] + (f" +{len(g) - 1}" if len(g) > 1 else "") for g in shown]
+    return names, [[cosine[place[a[0]]][place[b[0]]] for b in shown] for a in shown]
+
+
+def _paint_agreement(
+    canvas: Any, names: Sequence[str], cosine: Sequence[Sequence[float]]
+) -> Iterator[Later]:
+    axes = canvas.subplots()
+    least = min(min(row) for row in cosine)
+    below = [[v if j <= i else math.nan for j, v in enumerate(row)] for i, row in enumerate(cosine)]
+    axes.imshow(below, cmap="Blues", vmin=min(least, 0.9), vmax=1.15, aspect="auto")
+    for i, row in enumerate(below):
+        for j, value in enumerate(row[: i + 1]):
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=INK)
+    numbers = [str(i + 1) for i in range(len(names))]
+    axes.set_xticks(range(len(names)), numbers)
+    axes.set_yticks(range(len(names)), [f"{n}  {i}" for n, i in zip(names, numbers, strict=True)])
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    yield from ()

@@ -303,6 +303,9 @@ def sections(document: Document) -> Iterator[Section]:
         figure=figures.entries(document),
         table=entries(document) if document["support"]["rows"] else None,
     )
+    alike = figures.agreement(document)
+    if alike is not None:
+        yield Section(title="How far the entries agree", figure=alike)
     compared = document["other"] is not None
     yield Section(
         title="Two dumps compared" if compared else "Every figure", table=metrics(document)
