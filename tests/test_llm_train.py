@@ -223,6 +223,52 @@ def test_a_reference_moves_when_the_file_says(text, model, tmp_path, monkeypatch
     assert_close(torch.stack(references), torch.stack(REFRESHED[text](policies)), relative=1e-6)
 
 
+RATES = {
+    "constant": [0, 1, 1, 1],
+    "linear": [0, 1, 2 / 3, 1 / 3],
+    "cosine": [0, 1, 3 / 4, 1 / 4],
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_plain_step_is_as_long_as_schedule_and_clip_say(name, model, tmp_path, monkeypatch):
+    """Every gradient is longer than the limit; the rate rises in one update."""
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    text = f'[train]\nschedule = "{name}"\nwarmup = 1\nsteps = 4\nmax_grad_norm = 0.01'
+    made = told(
+        model, tmp_path, f'{text}\noptimizer = "sgd"',
+        train={"learning_rate": 3.0}, model={"dtype": "float64"},
+    )  # fmt: skip
+    ready, records = run.start(made), []
+    places = [flat(ready.loaded.policy.named_parameters())]
+
+    def tell(record):
+        places.append(flat(ready.loaded.policy.named_parameters()))
+        records.append(record)
+
+    train(ready, tell)
+    assert all(record["update/gradient_norm"] > 0.01 for record in records)
+    steps = [float((after - before).norm()) for before, after in pairwise(places)]
+    assert steps == pytest.approx([0.03 * share for share in RATES[name]], rel=1e-3)
+
+
+@pytest.mark.parametrize("text", ['dtype = "bfloat16"', 'autocast = "bfloat16"'])
+def test_half_precision_trains_and_its_sampler_follows(text, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    ready = run.start(told(model, tmp_path, f"[model]\n{text}"))
+    before = flat(ready.loaded.policy.named_parameters())
+    wanted = torch.bfloat16 if "dtype" in text else torch.float32
+    ours = dict(ready.loaded.policy.base.named_parameters())
+    assert {p.dtype for p in ours.values()} == {wanted}
+    theirs = dict(ready.desk.sampler.model.named_parameters())
+    assert {p.dtype for p in theirs.values()} == {torch.bfloat16}
+    train(ready)
+    assert not torch.equal(flat(ours), before)
+    assert ready.learner.updates == 2
+    for name, value in theirs.items():
+        assert torch.equal(value, ours[name].to(torch.bfloat16)), name
+
+
 @pytest.mark.parametrize("name", ["grpo_k3", "decoupled_ppo"])
 def test_a_recipe_that_looks_at_another_policy_can_have_itself_as_a_shadow(
     name, model, tmp_path, monkeypatch
