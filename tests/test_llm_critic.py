@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -394,6 +395,36 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(kind, folder, sevens, tmp_path):
 
 def _metrics(path) -> list[dict]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_setting_of_a_file_reaches_the_fit(folder, sevens, tmp_path):
+    example = Path(__file__).parents[1] / "docs" / "examples" / "addition_critic.toml"
+    written = tmp_path / "run.toml"
+    text = example.read_text().replace("lam_value = 1.0", "lam_value = 0.7\nclip_value = 0.4")
+    written.write_text(text.replace("gamma = 1.0, lam = 0.95", "gamma = 0.9, lam = 0.6"))
+    base = config.read(written)
+    changes = {
+        "model": {"path": str(folder), "device": "cpu", "autocast": ""},
+        "sampling": {"max_tokens": 2, "dtype": ""},
+        "train": {"steps": 3, "prompts": 6, "micro_batch": 4},
+        "evaluate": {"every": 0},
+        "run": {"folder": str(tmp_path / "run"), "card": False},
+    }
+    records: list[dict] = []
+    made = run.start(config.build(changes, base))
+    assert made.learner.critic.fitting == Fitting(
+        gamma=0.9, lam_value=0.7, passes=2, micro_batch=4, warmup=2, complete=True, clip_value=0.4
+    )
+    assert made.learner.estimator.settings["lam"] == 0.6
+    made.learner.critic.head.bias.data.fill_(0.3)
+    train(made, records.append)
+    assert [one["updates"] for one in records] == [0, 0, 1]
+    assert all(one["critic/completed"] > 0 for one in records)
+    rows = list(
+        rollouts.read(tmp_path / "run" / "rollouts", tokenizer=load(folder).fingerprint, only=[1])
+    )
+    cut = [row["reward"] for row in rows if row["finish_reason"] == "length"]
+    assert cut == pytest.approx([0.9 * 0.3] * len(cut)), "no verdict, but what the critic expects"
 
 
 def test_what_does_not_fit_is_one_line(folder, sevens, tmp_path):
