@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from windage.llm.evaluate import Example, Side
     from windage.llm.tasks.protocol import Task
 
-FILE, RESPONSES = "evaluate.json", "responses"
+FILE, RESPONSES, SAVED = "evaluate.json", "responses", "checkpoints"
 SAMPLERS = ("transformers", "vllm")
 SPLITS: dict[str, Literal["train", "held out"]] = {"held-out": "held out", "train": "train"}
 DTYPES = ("float32", "bfloat16", "float64")
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "  --task arithmetic:digits=2,operators=+-\n"
         "  --task gsm8k:held_out=test.jsonl"
     )
-    one = "model folder, or a folder that --out wrote before"
+    one = "model folder, a run's folder (its last checkpoint), or a folder that --out wrote before"
     parser.add_argument("model", type=Path, metavar="MODEL", help=one)
     parser.add_argument(
         "--against", type=Path, metavar="MODEL", help=f"compare with another: {one}"
@@ -113,12 +113,29 @@ def written(path: Path) -> bool:
     """
     if (path / FILE).is_file():
         return True
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / SAVED).is_dir():
         return False
     what = "holds neither" if path.is_dir() else "is no folder"
     raise BadInput(
-        f"{str(path)!r} {what}; allowed: a model folder with config.json, or a folder with {FILE}"
+        f"{str(path)!r} {what}; allowed: a model folder with config.json, a run's folder with "
+        f"{SAVED}, or a folder with {FILE}"
     )
+
+
+def model_of(place: Path) -> Path:
+    """The folder itself, or the newest whole checkpoint of a run.
+
+    Raises:
+        BadInput: the run has none.
+    """
+    if (place / "config.json").is_file():
+        return place
+    from windage.llm import checkpoint
+
+    found = checkpoint.latest(place / SAVED)
+    if found is None:
+        raise BadInput(f"{str(place)!r} has no checkpoint yet; allowed: a run that saved one")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -203,6 +220,7 @@ def ask(place: Path, name: str, arguments: argparse.Namespace, task: Task) -> Si
     from windage.llm import evaluate, folder, rollouts
     from windage.llm.tasks import index
 
+    place = model_of(place)
     desk = seated(place, arguments, task)
     shown: list[Example] = []
 

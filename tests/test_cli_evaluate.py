@@ -14,7 +14,7 @@ import tiny_language_model
 from windage.analysis import evaluation
 from windage.cli import evaluate
 from windage.cli.main import main
-from windage.llm import rollouts
+from windage.llm import checkpoint, rollouts
 from windage.llm.config import Config
 from windage.llm.tasks.index import TASKS, get
 
@@ -106,6 +106,25 @@ def test_the_same_seed_gives_the_same_document_and_a_pair_of_two_evaluations(fol
     assert all(row["value"] == 0 for row in found["rows"] if row["against"])
     line = refusal(capsys, folders / "written", "--against", places[0])
     assert "3 models in all" in line
+
+
+def test_two_runs_are_compared_by_their_newest_checkpoints(folders, tmp_path, capsys):
+    (tmp_path / "none" / "checkpoints").mkdir(parents=True)
+    assert "has no checkpoint yet" in refusal(capsys, tmp_path / "none", *ASKED)
+    for name in ("first", "second"):
+        for step, other in ((1, "first"), (2, name)):
+            checkpoint.save(
+                tmp_path / name / "checkpoints", step, tensors={}, state={}, keep=2,
+                also=lambda there, other=other: shutil.copytree(
+                    folders / other, there, dirs_exist_ok=True
+                ),
+            )  # fmt: skip
+    words = ["evaluate", tmp_path / "first", "--against", tmp_path / "second", *ASKED]
+    assert main([*map(str, words), "--seed", "4", "--json"]) == 0
+    found, wanted = json.loads(capsys.readouterr().out), document(folders / "written")
+    for part in ("rows", "histogram", "questions", "examples"):
+        assert found[part] == wanted[part], part
+    assert any("checkpoint-00000002" in path for path in found["models"][1]["inputs"])
 
 
 def test_bad_input_is_refused_in_a_line(folders, tmp_path, capsys):
