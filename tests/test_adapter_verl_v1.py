@@ -5,6 +5,9 @@ Run by `make check-verl`; skipped where verl or TransferQueue is not installed.
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 pytestmark = pytest.mark.filterwarnings("default")
 
+from hydra import compose, initialize_config_module  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from transfer_queue import KVBatchMeta  # noqa: E402
 from verl.trainer.ppo.v1 import trainer_base  # noqa: E402
@@ -251,3 +255,28 @@ def test_what_the_environment_asks_wrongly_stops_the_run(tmp_path):
     done = python(WRAPPED, tmp_path, **{ASKED: "rollouts"})
     assert done.returncode != 0
     assert "WINDAGE_RECORD is 'rollouts'; allowed: a path that starts with /" in done.stderr
+
+
+def commands() -> list[list[str]]:
+    """What the documents have verl run."""
+    docs = Path(__file__).parents[1] / "docs"
+    text = "".join((docs / name).read_text() for name in ("adapters.md", "scaling.md"))
+    found = re.findall(r"^python3 -m verl\.trainer\.main_ppo((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return [shlex.split(words.replace("\\\n", " ")) for words in found]
+
+
+@pytest.mark.parametrize("words", commands(), ids=lambda words: f"{len(words)} settings")
+def test_commands_of_the_documents_are_ones_that_verl_reads_and_that_can_be_carried(words):
+    adapter.register()
+    with initialize_config_module(config_module="verl.trainer.config", version_base=None):
+        config = compose(config_name="ppo_trainer", overrides=words)
+    assert config.algorithm.adv_estimator in adapter.check(config)
+    broken = [w.replace("loss_mode=windage_cispo", "loss_mode=vanilla") for w in words]
+    with initialize_config_module(config_module="verl.trainer.config", version_base=None):
+        other = compose(config_name="ppo_trainer", overrides=broken)
+    with refused("loss_mode is vanilla"):
+        adapter.check(other)
+
+
+def test_there_are_commands():
+    assert len(commands()) == 3
