@@ -143,12 +143,13 @@ def updates(place: Place, ready, rows, names, keep: str) -> dict:
 
 
 def entries(place: Place, names=ENTRIES) -> dict:
-    """Of several scopes."""
-    micro = 4 if place.world == "one" else 2
+    """Of several scopes; several processes compute activations again."""
+    alone = place.world == "one"
     ready, rows = place.offline(
         "entries",
         recipe={"name": "grpo_k3", "shadow": ["starting_point"]},
-        train={"micro_batch": micro},
+        train={"micro_batch": 4 if alone else 2},
+        model={"gradient_checkpointing": not alone},
     )
     return updates(place, ready, rows, names, "entries")
 
