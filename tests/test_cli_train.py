@@ -371,6 +371,11 @@ def test_a_run_goes_on_as_itself_alone(model, parity, tmp_path, capsys):
     with claim(folder):
         assert main(again) == 2
     assert "belongs to a run that goes on" in capsys.readouterr().err
+    with claim(tmp_path / "new"):
+        assert go(tmp_path / "new", model) == 2
+        out, err = capsys.readouterr()
+        assert "belongs to a run that goes on" in err and err.count("\n") == 1 and out == ""
+        assert not begun(tmp_path / "new")
     assert main(again) == 0
     assert "all 2 steps are done" in capsys.readouterr().err
     assert told(folder) == before
