@@ -20,6 +20,8 @@ from windage.llm.ranks import whole
 from windage.llm.rollouts import fingerprint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Weights of heads that give a class or a reward, in place of tokens.
+CLASSIFIERS = ("score.", "classifier.")
 # A name on the hub: owner and model, or the model alone.
 HUB = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 # Greatest difference of the chunked pass from the model's own logits, at load.
@@ -276,6 +278,7 @@ def _whole(path: str, model: Any, found: Any, words: int) -> None:
     lacks = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
     infinite = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     rows = model.get_input_embeddings().num_embeddings
+    other = [name for name in found["unexpected_keys"] if name.startswith(CLASSIFIERS)]
     why = ""
     if lacks:
         why = f"its weights lack {lacks[0]}{f' and {len(lacks) - 1} more' * (len(lacks) > 1)}"
@@ -283,6 +286,8 @@ def _whole(path: str, model: Any, found: Any, words: int) -> None:
         why = f"{infinite[0]} holds numbers that are not finite"
     elif words > rows:
         why = f"its tokenizer has {words} tokens, its embedding {rows}"
+    elif other:
+        why = f"{other[0]} is of a classifier, which draws no tokens"
     if why:
         raise BadInput(f"model {path!r}: {why}; allowed: a whole model with its own tokenizer")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -387,6 +388,18 @@ def test_prompts_that_lose_characters_are_refused(folder, capsys):
     words = ["--task", "arithmetic:digits=1,ask=é", "--prompts", "3"]
     assert main(["study", "--model", str(folder), *words]) == 2
     assert "cannot encode 'é'" in capsys.readouterr().err
+
+
+def test_a_classifier_is_refused(folder, tmp_path, capsys):
+    """Also where its embedding could pass for an output matrix."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    other = shutil.copytree(folder, tmp_path / "other")
+    told = AutoConfig.from_pretrained(folder, num_labels=1)
+    AutoModelForSequenceClassification.from_config(told).save_pretrained(other)
+    assert main(["study", "--model", str(other), *SMALL]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "score.weight is of a classifier" in said[-1]
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder, tmp_path):
