@@ -11,6 +11,7 @@ from windage.llm.logprobs import TOKENS, VOCABULARY
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 STATES = {"adamw": 2, "adafactor": 0, "sgd": 0}
+AHEAD = ("one step off", "asynchronous")
 # Numbers that a layer keeps of each token for its backward pass, in units of the hidden width, and
 # those with checkpointing: its input alone.
 KEPT, CHECKPOINTED = 34, 1
@@ -19,9 +20,9 @@ KEPT, CHECKPOINTED = 34, 1
 def estimate(config: Config) -> dict[str, float]:
     """GiB by purpose, of one process that shards nothing.
 
-        weights P b, gradients P' b, optimizer 2 P' b (adamw), the sampler's copy P b', a reference
-        P b where there is no adapter, a critic's model 4 Q b (adamw), activations R T (34 W + ...)
-        L b, pieces of logits 3 * 256 * 8192 * 4
+        weights P b, gradients P' b, optimizer 2 P' b (adamw), the sampler's copy P b', weights that
+        wait for a sampler at work P b, a reference P b where there is no adapter, a critic's model
+        4 Q b (adamw), activations R T (34 W + ...) L b, pieces of logits 3 * 256 * 8192 * 4
 
     with P parameters, P' of them trained, Q of the critic's, b bytes a number, b' of the sampler's,
     R responses of T tokens in a forward pass, width W and L layers.  Activations are a rule of
@@ -45,14 +46,13 @@ def estimate(config: Config) -> dict[str, float]:
         "gradients": trained * b,
         "optimizer": STATES[config.train.optimizer] * trained * b,
         "sampler": parameters * sampled if asks else 0,
+        "waiting": parameters * b if config.train.mode in AHEAD else 0,
         "reference": parameters * b if compares else 0,
         "critic": _critic(config),
         "activations": tokens * width * layers * kept * narrow,
         "logits": 3 * TOKENS * VOCABULARY * 4,
     }
-    for name, there in (("critic", config.critic.kind), ("reference", compares)):
-        if not there:
-            del found[name]
+    found = {k: v for k, v in found.items() if v or k not in ("waiting", "reference", "critic")}
     found["total"] = sum(found.values())
     return {"parameters": float(parameters)} | {k: v / 2**30 for k, v in found.items()}
 

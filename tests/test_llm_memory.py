@@ -27,6 +27,7 @@ CASES = {
     },
     "a sampler in half precision": {"model": {"autocast": "bfloat16"}},
     "all in double precision": {"model": {"dtype": "float64"}},
+    "weights that wait": {"train": {"mode": "asynchronous"}},
     "a critic": {"recipe": {"name": "ppo"}, "critic": {"kind": "model"}},
 }
 
@@ -68,6 +69,9 @@ def test_what_is_counted_is_what_a_run_holds(name, model, tmp_path, monkeypatch)
         "optimizer": states(ready.learner.optimizer),
         "sampler": size(ready.desk.sampler.model.parameters()),
     }
+    if config.train.mode == "asynchronous":
+        held["waiting"] = size(value for _, value in ready.source._last.weights)
+        ready.source.close()
     if ready.learner.reference is not None:
         held["reference"] = size(ready.learner.reference.parameters())
     if ready.learner.critic is not None:
