@@ -27,6 +27,7 @@ from windage.analysis.diagnose.support import (
     geometry,
     norms_of,
     support,
+    uncorrected,
 )
 from windage.estimators.agreement import direction, gram, inner, score_bounds, space
 from windage.estimators.batch import Batch
@@ -301,6 +302,32 @@ def test_nothing_is_ranked_inside_its_uncertainty(made) -> None:
     values = np.ones((17, 3)) + np.random.default_rng(0).normal(size=(17, 3)) * 0.01
     sure, _ = ranking.better(values, 0.0)
     assert not sure.any()
+
+
+def test_noise_counts_only_between_entries_that_differ_by_their_correction(
+    made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By lengths and spreads of groups `grpo` may have less noise than a sum over tokens."""
+    at = made.row_of
+    bare = made.alike[at["rloo"]]
+    for name in ("group_mean", "token_is", "token_tis", "sequence_tis", "prefix_is", WHOLE):
+        assert bare[at[name]] == pytest.approx(1.0)
+    assert 0.2 < bare[at["grpo"]] < 0.98 and bare[at["positives_only"]] < 0.98
+    table = {row["estimator"]: row for row in ranking.rows(made)}
+    assert table["grpo"]["rank"] > 1 and ranking.OTHERWISE in table["grpo"]["why"]
+    assert "against" in table["grpo"]["why"] and "noise 2" not in table["grpo"]["why"]
+    assert ranking.OTHERWISE not in table["prefix_is"]["why"]
+    monkeypatch.setattr(ranking, "ALIKE", -2.0)
+    before = {row["estimator"]: row for row in ranking.rows(made)}
+    assert re.search(r"noise \d", before["grpo"]["why"])
+
+
+def test_what_an_entry_is_without_its_correction(batch: Batch) -> None:
+    entry = get("token_tis")
+    bare = uncorrected(entry(batch), batch).own
+    plain = get("rloo")(batch).own
+    torch.testing.assert_close(bare, plain)
+    assert not torch.allclose(entry(batch).own, plain)
 
 
 def test_layers_peel_off_those_that_none_beats() -> None:

@@ -278,7 +278,11 @@ def basis(document: Document) -> list[str]:
         f"advantages {found['advantages']}; norms from {norms}; reference: {found['reference']}.",
         "Noise is the power of an update at equal progress, with rloo without correction as 1; "
         "the bias proxy is the distance to the reference's update and bounds the bias in the mean. "
-        "Both are by the logits of each token, not by your model's parameters.",
+        "Both are by the logits of each token, not by your model's parameters. Progress is "
+        "agreement with rloo token by token, which is fair between entries that differ by their "
+        "correction; noise of entries that weigh responses differently (by length, by the spread "
+        "of a group) is not compared. `windage study --model` measures bias and variance by the "
+        "parameters.",
     ]
 
 

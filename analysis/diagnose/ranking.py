@@ -1,9 +1,10 @@
 """Entries in order: by bias and noise together, and never inside their uncertainty.
 
 An entry beats another where it is surely better in bias or in noise, and not worse in the other.
-Those that none beats come first and are undecided between: the dump does not tell how much bias is
-worth how much noise.  Those whose weights have a tail that no average of them can bear are not
-ranked.
+Noise counts between entries whose updates without correction are alike, as `support` says; between
+others bias alone does.  Those that none beats come first and are undecided between: the dump does
+not tell how much bias is worth how much noise.  Those whose weights have a tail that no average of
+them can bear are not ranked.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from windage.analysis.diagnose.support import (
 from windage.estimators.catalogue import CATALOGUE
 
 SURE, MAYBE, MATTERS = 3.5, 2.0, 0.01
+# Cosine from which on two entries differ by their corrections alone.
+ALIKE = 0.99
+OTHERWISE = "noise is not compared"
 
 
 def better(values: np.ndarray, size: float) -> tuple[np.ndarray, np.ndarray]:
@@ -104,6 +108,7 @@ def _row(
         **{key: value.value for key, value in figures.items()},
         **{f"{key}_half_width": value.half_width for key, value in figures.items()},
         "largest_share": each.most / total if total else None,
+        "alike": _finite(made.alike[number, made.row_of[PLAIN]]),
         "cosine_plain": _finite(alike[number, made.row_of[PLAIN]]),
         "cosine_reference": _finite(alike[number, made.row_of[made.reference]]),
         "signal_to_noise": float(signal.mean()) if len(signal) else None,
@@ -126,6 +131,8 @@ def _ranks(
     noise, bias = found["noise"][:, ranked], np.sqrt(found["bias_square"][:, ranked])
     sure_noise, maybe_noise = better(np.log(noise), MATTERS)
     sure_bias, maybe_bias = better(bias, MATTERS)
+    alike = made.alike[np.ix_(ranked, ranked)] > ALIKE
+    sure_noise, maybe_noise = sure_noise & alike, maybe_noise & alike
     beats = (sure_noise & ~maybe_bias.T) | (sure_bias & ~maybe_noise.T)
     rank = layers(beats)
     names = [made.names[i] for i in ranked]
@@ -136,12 +143,14 @@ def _ranks(
             words.append("no entry is surely better in one and as good in the other")
             continue
         over = over or [j for j in range(len(names)) if beats[j, i]]
-        best = min(over, key=lambda j: noise[0, j])
+        best = min(over, key=lambda j: (not alike[j, i], noise[0, j]))
         how = []
         if sure_noise[best, i]:
             how.append(f"noise {noise[0, i]:.3g} against {noise[0, best]:.3g}")
         if sure_bias[best, i]:
             how.append(f"bias {bias[0, i]:.2g} against {bias[0, best]:.2g}")
+        if not alike[best, i]:
+            how.append(OTHERWISE)
         words.append(f"{names[best]} is better: {', '.join(how)}")
         assert name != names[best]
     return rank, words

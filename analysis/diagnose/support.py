@@ -13,6 +13,12 @@ distance bounds what the mean can differ by (Jensen) and is a proxy for it: it i
 reference, and for the others grows with the chi-square divergence that they leave uncorrected.
 Where tokens share parameters, only the order is meant; benchmarks/support.py measures how well both
 proxies order the entries on problems whose bias and variance are exact.
+
+Progress is agreement with the plain update token by token, noise included, so no entry has less
+noise than it.  That is fair between entries that differ by their correction.  One that weighs
+responses otherwise, by their lengths or by the spread of their group, may reach the same mean with
+less noise; what it reaches shows only between responses, by pi of every token, which no dump holds.
+`ranking` compares the noise of entries only where they are alike without their corrections.
 Where the dump holds the head of both sides, an update includes what centering adds on head tokens.
 The reference is the ratio of whole responses where its tail can bear it, else of tokens, which
 leaves out how prefixes were reached.
@@ -67,6 +73,10 @@ NO_HEAD = (
 NO_SQUARE = "centers, and the dump lacks sum(pi^2), without which a head's update has no norm"
 
 
+# Inner products of updates, by two names.
+Products = dict[str, dict[str, float]]
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -96,6 +106,8 @@ class Support:
     Args:
         names: of the entries that the dump serves.
         gram: inner products of their updates, by part.
+        alike: cosines of what they were without correction and centering: advantages times
+            aggregation.
         found: the rest, by name.
         excluded: reason by name.
         reference: whose update counts as unbiased.
@@ -107,6 +119,7 @@ class Support:
 
     names: tuple[str, ...]
     gram: Float[np.ndarray, "B E E"]
+    alike: Float[np.ndarray, "E E"]
     found: Mapping[str, Found]
     excluded: Mapping[str, str]
     reference: str
@@ -272,7 +285,8 @@ def _measured(
     batches = [batch_of(part, recorded) for part in parts]
     wanted, excluded = _wanted(batches, names, recorded)
     runs = {name: _Run() for name in wanted}
-    tables: list[dict[str, dict[str, float]]] = []
+    tables: list[Products] = []
+    plain: list[Products] = []
     for number, (batch, part) in enumerate(zip(batches, parts, strict=True)):
         each: dict[str, Coefficients] = {}
         ids = _ids(batch, part)
@@ -288,13 +302,18 @@ def _measured(
             each[name] = made
             runs[name].add(entry, batch, made, at, number)
         tables.append(products(each, batch, at))
-    table = [[[one[a][b] for b in wanted] for a in wanted] for one in tables]
+        plain.append(products({n: uncorrected(made, batch) for n, made in each.items()}, batch))
+    table, bare = (
+        np.array([[[one[a][b] for b in wanted] for a in wanted] for one in several])
+        for several in (tables, plain)
+    )
     found = {name: runs[name].found() for name in wanted}
     whole = found.get(WHOLE)
     steady = whole is not None and (whole.tail is None or whole.tail < whole.limit)
     return Support(
         names=tuple(wanted),
-        gram=np.array(table),
+        gram=table,
+        alike=cosine(bare.sum(0)),
         found=found,
         excluded=excluded,
         reference=WHOLE if steady else TOKEN,
@@ -307,9 +326,15 @@ def _measured(
     )
 
 
-def products(
-    made: Mapping[str, Coefficients], batch: Batch, at: Space | None
-) -> dict[str, dict[str, float]]:
+def uncorrected(made: Coefficients, batch: Batch) -> Coefficients:
+    """The coefficients without correction, centering and penalties: advantage times aggregation."""
+    admitted = (made.terms.reason == 0).unsqueeze(-1)
+    bare = made.terms.advantages * made.terms.scale.unsqueeze(-1)
+    bare = torch.where(admitted & batch.mask, bare, 0.0).to(made.own.dtype)
+    return replace(made, own=bare, head=None)
+
+
+def products(made: Mapping[str, Coefficients], batch: Batch, at: Space | None = None) -> Products:
     """Inner products of all pairs of updates, those of head tokens included."""
     names = list(made)
     own = torch.stack([one.own[batch.mask].double() for one in made.values()])
@@ -423,10 +448,14 @@ def geometry(made: Support) -> dict[str, np.ndarray]:
 
 def cosines(made: Support) -> Float[np.ndarray, "E E"]:
     """Of all pairs of updates, by the logits; NaN where one is 0."""
-    whole = made.gram.sum(0)
-    size = np.sqrt(np.diagonal(whole))
+    return cosine(made.gram.sum(0))
+
+
+def cosine(table: Float[np.ndarray, "E E"]) -> Float[np.ndarray, "E E"]:
+    """Of inner products; NaN where one is with 0."""
+    size = np.sqrt(np.diagonal(table))
     with np.errstate(all="ignore"):
-        return np.clip(whole / np.outer(size, size), -1.0, 1.0)
+        return np.clip(table / np.outer(size, size), -1.0, 1.0)
 
 
 def concentration(sums: Mapping[str, np.ndarray]) -> np.ndarray:

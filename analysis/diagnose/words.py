@@ -48,10 +48,14 @@ where its tail can bear it, else of tokens:
 """
 _COLUMNS = {
     "scale": ("<d, d0> / <d0, d0>: progress a step along the plain update", "none"),
-    "noise": ("<d, d> / (scale^2 <d0, d0>): power at equal progress, 1 at least", "down"),
+    "noise": (
+        "<d, d> / (scale^2 <d0, d0>): power at equal progress, 1 at least; fair where `alike`",
+        "down",
+    ),
     "bias": ("norm of (d / scale - dR / scale of the reference) / norm of d0", "down"),
     "effective_share": ("sum(C)^2 / (N sum(C^2)), C the sizes of its coefficients", "up"),
     "largest_share": ("largest C / sum(C)", "down"),
+    "alike": ("cosine of its update without correction and centering with d0", "none"),
     "cosine_plain": ("of d with d0", "none"),
     "cosine_reference": ("of d with dR", "none"),
     "signal_to_noise": ("as `shadow/ENTRY/signal_to_noise` of docs/metrics.md", "up"),
