@@ -385,6 +385,7 @@ def _store(config: Config, loaded: Loaded, *, head: bool) -> sources.Offline:
         tokenizer=loaded.fingerprint,
         prompts=config.train.prompts,
         seed=config.run.seed,
+        temperature=config.sampling.temperature,
         head=head,
     )
 

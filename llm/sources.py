@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Protocol, final, runtime_checkable
 
@@ -365,6 +366,7 @@ class Offline:
         tokenizer: fingerprint of the policy's.
         prompts: groups a step.
         seed: of the order.
+        temperature: at which the trainer takes its log-probabilities.
         head: whether likeliest tokens must be there.
 
     Raises:
@@ -372,7 +374,14 @@ class Offline:
     """
 
     def __init__(
-        self, folder: Path, *, tokenizer: str, prompts: int, seed: int, head: bool = False
+        self,
+        folder: Path,
+        *,
+        tokenizer: str,
+        prompts: int,
+        seed: int,
+        temperature: float,
+        head: bool = False,
     ) -> None:
         self._groups: dict[str, list[Row]] = {}
         for row in rollouts.read(folder, tokenizer=tokenizer):
@@ -385,6 +394,12 @@ class Offline:
             raise BadInput(
                 f"{str(folder)!r} holds no response that was admitted; allowed: a store with some"
             )
+        for found in sorted({row["temperature"] for row in kept}):
+            if not isclose(found, temperature, rel_tol=1e-6):
+                raise BadInput(
+                    f"{str(folder)!r} has responses sampled at temperature {found:g}, and "
+                    f"sampling.temperature is {temperature:g}; allowed: that of the store"
+                )
         lacks = sum("head_ids" not in row for row in kept)
         if head and lacks:
             raise BadInput(

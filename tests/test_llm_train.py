@@ -386,6 +386,9 @@ def test_a_folder_with_a_run_and_a_foreign_store_are_refused(model, tmp_path):
     told = {"mode": "offline", "store": str(tmp_path / "run" / "rollouts"), "steps": 0}
     with refused("was written with another tokenizer"):
         run.start(of(other, tmp_path / "new", train=told))
+    colder = {"temperature": 0.5}
+    with refused("sampled at temperature 1, and sampling.temperature is 0.5; allowed: that of the"):
+        run.start(of(model, tmp_path / "new", train=told, sampling=colder))
     told["store"] = str(tmp_path / "nothing")
     with refused("is no folder"):
         run.start(of(model, tmp_path / "new", train=told))
