@@ -31,6 +31,8 @@ from windage.llm.samplers import probe
 from windage.llm.samplers.protocol import Sampler, death
 
 DEATHS = 3
+# Of a store: its proximal policy and reference were those of the run that wrote it.
+SAID_ANEW = ("proximal_logp", "reference_logp")
 
 
 @final
@@ -413,11 +415,15 @@ class Offline:
         return -(-len(self._names) // self._prompts)
 
     def rows(self, step: int) -> list[Row]:
-        """The rows of some groups."""
+        """The rows of some groups, without what a store says of policies that this run has too."""
         epoch, place = divmod(step, self.per_epoch)
         order = shuffled(self._names, self._seed, epoch)
         chosen = order[place * self._prompts : (place + 1) * self._prompts]
-        return [row for name in chosen for row in self._groups[name]]
+        return [
+            {name: value for name, value in row.items() if name not in SAID_ANEW}
+            for group in chosen
+            for row in self._groups[group]
+        ]
 
     def everything(self) -> Iterator[Row]:
         """All rows."""

@@ -116,6 +116,22 @@ def test_it_learns_from_a_store_alone(model, tmp_path):
     assert not (tmp_path / "run" / "rollouts").exists()
 
 
+@pytest.mark.parametrize("name", ["grpo_k3", "decoupled_ppo"])
+def test_what_a_store_says_of_other_policies_is_said_anew(name, model, tmp_path, monkeypatch):
+    """At its first step a run's reference and proximal policy are its policy, whoever recorded."""
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    trained(model, tmp_path / "made", recipe={"name": name}, train={"learning_rate": 0.2})
+    moved = tmp_path / "made" / "checkpoints" / "checkpoint-00000002"
+    store = {"mode": "offline", "store": str(tmp_path / "made" / "rollouts"), "steps": 0}
+    ready = run.start(of(moved, tmp_path / "run", train=store, recipe={"name": name}))
+    rows = ready.source.rows(0)
+    ready.learner.prepare(rows)
+    found = ready.learner.update(rows).batch
+    field = {"grpo_k3": "reference_logp", "decoupled_ppo": "proximal_logp"}[name]
+    assert_close(getattr(found, field), found.logp, relative=1e-5)
+    assert float((found.behavior_logp - found.logp).abs().max()) > 0.01
+
+
 def test_the_size_of_micro_batches_moves_no_weight(model, tmp_path):
     for size in (1, 3, 16):
         trained(model, tmp_path / f"{size}", train={"micro_batch": size, "optimizer": "sgd"})
