@@ -17,7 +17,7 @@ HEAD = ("head_ids", "head_behavior_logp")
 # Log-probabilities of head tokens, which may be -inf.
 HEADS = ("head_behavior_logp", "head_logp")
 # What only the trainer says, and so not of a response that it never saw.
-TRAINED = ("logp", "probability_square", "advantages")
+TRAINED = ("logp", "head_logp", "probability_square", "advantages")
 # What rounding in half precision may add to a log-probability of 0.
 ROUNDING = 0.01
 LIMITS = {
@@ -179,11 +179,12 @@ def _heads(table: pa.RecordBatch) -> Found:
 
 def _uneven(table: pa.RecordBatch, name: str) -> Found:
     """Tokens whose head has another length here than in `head_ids`."""
-    ids, rows, tokens = _flat(table[HEAD[0]], 1)
-    counts, others = lengths_of(ids), lengths_of(_flat(table[name], 1)[0])
+    there = np.flatnonzero(~_unknown(table[name]))
+    ids, rows, tokens = _flat(table[HEAD[0]].take(there), 1)
+    counts, others = lengths_of(ids), lengths_of(_flat(table[name].take(there), 1)[0])
     for place in np.flatnonzero(counts != others) if len(counts) == len(others) else ():
         yield (
-            int(rows[place]),
+            int(there[rows[place]]),
             f"head_ids at token {tokens[place]} has {counts[place]} entries, {name} "
             f"{others[place]}; allowed: the same",
         )

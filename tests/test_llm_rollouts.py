@@ -129,6 +129,18 @@ def test_every_column_is_documented():
         assert name in rollouts.__doc__
 
 
+def test_a_response_that_the_trainer_never_saw_lacks_its_head(tmp_path):
+    """Row 4 is rejected; a fault in a later row is still named by its own number."""
+    given = rows(8)
+    given[4] |= {"head_logp": None}
+    write(tmp_path, 1, given, tokenizer=TOKENIZER)
+    assert list(read(tmp_path, tokenizer=TOKENIZER))[4]["head_logp"].size == 0
+    bad = [one | {"sample_id": f"again {n}"} for n, one in enumerate(given)]
+    bad[6] |= {"head_logp": [[-1.0]] * len(bad[6]["response_ids"])}
+    with refused("row 6", "head_logp 1"):
+        write(tmp_path, 2, bad, tokenizer=TOKENIZER)
+
+
 def test_ragged_heads_are_filled_up(tmp_path):
     one = row(0)
     one["head_ids"] = [[4], [1, 2, 3], []]
