@@ -58,3 +58,18 @@ def test_what_was_drawn_with_a_fault_stops_a_run_that_is_told_to(place, model, m
     Planted([place], [math.nan], monkeypatch).into(ready)
     with refused(place, "nan", error=BadInput):
         train(ready)
+
+
+def test_faults_in_a_row_are_counted_over_a_resume(model, monkeypatch):
+    """One before, one after: that is two."""
+    config = configuration("synchronous", model, **settings(4, "skip", 2))
+    steps = []
+    for resume, last in ((False, lambda: True), (True, lambda: False)):
+        ready = run.start(config, resume=resume)
+        Planted(["logp"] * 4, [math.nan] * 4, monkeypatch).into(ready)
+        if not resume:
+            assert not train(ready, lambda record: steps.append(record["update/skipped"]), last)
+            continue
+        with refused("step 2: logp", "2 updates in a row", error=BadInput):
+            train(ready, lambda record: steps.append(record["update/skipped"]))
+    assert steps == [1, 2]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from disk_faults import killed, tampered
 
-STEPS, PROMPTS, GROUP, LAG = 3, 3, 2, 2
+STEPS, PROMPTS, GROUP, LAG = 3, 3, 2, 1
 COMMON: dict[str, dict] = {
     "task": {"low": -1.0},
     "sampling": {"max_tokens": 5},
