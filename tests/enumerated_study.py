@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -17,8 +17,9 @@ import torch
 from tiny_model import problem_of, row_of, tiny
 from torch import Tensor
 
+from windage.estimators.catalogue import FIRST
 from windage.estimators.estimator import Estimator
-from windage.llm.measure import moments, sketch
+from windage.llm.measure import limits, moments, sketch
 from windage.llm.measure.estimates import Probe, estimates, reference
 from windage.llm.measure.moments import Averages, Jackknife
 from windage.llm.measure.study import passed
@@ -41,6 +42,12 @@ FIGURES = (
     "signal_to_noise",
     "merit",
 )
+# The first tier, each made ready for responses of two tokens.
+ENTRIES = {
+    e.name: e.change(length=2.0) if e.settings.get("length", 0) is None and e.name != "dapo" else e
+    for e in FIRST
+    if "values" not in e.needs
+}
 
 
 @dataclass
@@ -260,15 +267,38 @@ def averages(world: Listed, name: str, drawn: Draws, *, controlled: bool) -> Ave
     )
 
 
-def covered(found: Jackknife, truth: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """How many runs' intervals hold the exact figure, and of how many that have one."""
+def covered(found: Jackknife, truth: Mapping[str, float]) -> dict[str, Tensor]:
+    """How many runs' intervals hold the exact figure, say anything, and are without a bound."""
     out = {}
     for name in FIGURES:
         if not math.isfinite(truth[name]):
             continue
-        low, high = moments.interval(found, name)
+        low, high = limits.interval(found, name)
         room = 1e-6 * max(abs(truth[name]), 1e-9)  # of rotary embedding in single precision
-        said = low.isfinite() & high.isfinite()
+        said = ~(low.isnan() | high.isnan())
         hit = said & (low <= truth[name] + room) & (truth[name] - room <= high)
-        out[name] = int(hit.sum()), int(said.sum())
+        wide = said & (low.isinf() | high.isinf())
+        out[name] = torch.stack([hit.sum(), said.sum(), wide.sum()])
     return out
+
+
+def coverage(
+    world: Listed,
+    names: Iterable[str],
+    *,
+    runs: int,
+    prompts: int,
+    piece: int = 50,
+    change: Callable[[Averages], Averages] = lambda found: found,
+) -> dict[tuple[str, str], Tensor]:
+    """Counts of `covered` by entry and figure."""
+    generator = torch.Generator().manual_seed(11)
+    truth = {name: exact(world, name) for name in names}
+    total: dict[tuple[str, str], Tensor] = {}
+    for _ in range(runs // piece):
+        drawn = draws(world, piece, prompts=prompts, own=16, groups=4, generator=generator)
+        for name in truth:
+            found = moments.figures(change(averages(world, name, drawn, controlled=True)))
+            for figure, counts in covered(found, truth[name]).items():
+                total[name, figure] = total.get((name, figure), 0) + counts
+    return total

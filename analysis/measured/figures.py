@@ -34,7 +34,9 @@ def plane(document: Document, size: int) -> Figure:
             if bias is None or not variance or variance <= 0:
                 continue
             told = bool(row["bias_rescaled_resolved"])
-            x = bias if told else row["interval"]["relative_bias_rescaled"][1] or 0.0
+            x = bias if told else row["interval"]["relative_bias_rescaled"][1]
+            if x is None:
+                continue
             color, marker = FAMILIES[family(row["estimator"])]
             y = variance / norm
             axes.plot(
@@ -53,7 +55,7 @@ def plane(document: Document, size: int) -> Figure:
         name="measured",
         sides=("bias after rescaling, share of |grad J|", "variance after rescaling / |grad J|²"),
         caption=f"Groups of {size}. Filled: the bias is told from 0. Open, pointing left: it is "
-        "not, and the point stands at its upper limit.",
+        "not, and the point stands at its upper limit; without one it is not drawn.",
         alt="Bias against variance of every entry, a panel a sampler.",
     )
 

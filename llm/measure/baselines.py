@@ -31,7 +31,7 @@ from torch import Tensor
 
 from windage.estimators.batch import Batch
 from windage.estimators.catalogue import get
-from windage.llm.measure import moments
+from windage.llm.measure import limits, moments
 from windage.llm.measure.moments import SIGMAS, Averages, Jackknife, left_out
 
 NONE, BEST, SAMPLER = "none", "best constant", "baselines"
@@ -224,7 +224,7 @@ def _row(name: str, found: Jackknife, *, told: bool, resolved: bool) -> Row:
         row |= {"scale": float(found.value("scale")), "relative_bias": max(0.0, square) ** 0.5}
     if not told:
         return row | {"reason": "no baseline is told to reduce the variance: more prompts"}
-    low, high = moments.interval(found, "share")
+    low, high = limits.interval(found, "share")
     return row | {
         "share": float(found.value("share")),
         "standard_error": float(found.error("share")),

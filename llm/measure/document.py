@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from windage.llm.measure import baselines, moments, store
+from windage.llm.measure import baselines, limits, moments, store
 from windage.llm.measure.behavior import Behavior
 from windage.llm.measure.moments import SIGMAS, Averages, Jackknife
 from windage.llm.measure.plan import UNBIASED
@@ -131,7 +131,7 @@ def _gradient(place: Place) -> Row:
         )
     )
     square, error = float(found.value("gradient_square")), float(found.error("gradient_square"))
-    low, high = (float(x) for x in moments.interval(found, "gradient_square"))
+    low, high = (float(x) for x in limits.interval(found, "gradient_square"))
     return {
         "norm": math.sqrt(max(0.0, square)),
         "interval": [math.sqrt(max(0.0, low)), math.sqrt(max(0.0, high))],
@@ -199,7 +199,7 @@ def _row(found: Jackknife, wanted: float, size: int) -> Row:
     told = square > SIGMAS * float(found.error("gradient_square"))
     row: Row = {"reason": None if told else "the gradient is not told from 0: more prompts"}
     errors: dict[str, float | None] = {}
-    limits: dict[str, list[float | None] | None] = {}
+    bounds: dict[str, list[float | None] | None] = {}
     for name in (*PLAIN, *LENGTHS):
         key = LENGTHS.get(name, name)
         absolute = key in ("variance", "variance_within", "drift_square")
@@ -207,7 +207,9 @@ def _row(found: Jackknife, wanted: float, size: int) -> Row:
         if name == "cosine" and value is not None:
             value = max(-1.0, min(1.0, value))
         error = None if value is None else _plain(found.error(key))
-        ends = None if value is None else [_plain(x) for x in moments.interval(found, key)]
+        ends = None if value is None else [_plain(x) for x in limits.interval(found, key)]
+        if ends and name not in LENGTHS and None in ends:  # its divisor is not told from 0
+            value = error = None
         if name in LENGTHS:
             row[f"{name.replace('relative_', '')}_resolved"] = (
                 None if value is None or error is None else value > SIGMAS * error
@@ -215,8 +217,8 @@ def _row(found: Jackknife, wanted: float, size: int) -> Row:
             ends = None if ends is None else [_root(x) for x in ends]
             error = None if error is None or not value or value <= 0 else error / 2 / _root(value)  # type: ignore[operator]
             value = _root(value)
-        row[name], errors[name], limits[name] = value, error, ends
-    return row | _needed(row, square, wanted, size) | {"standard_error": errors, "interval": limits}
+        row[name], errors[name], bounds[name] = value, error, ends
+    return row | _needed(row, square, wanted, size) | {"standard_error": errors, "interval": bounds}
 
 
 def _needed(row: Row, square: float, wanted: float, size: int) -> Row:

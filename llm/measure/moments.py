@@ -10,12 +10,12 @@ no noise enters squared lengths.  Vectors c whose mean is known to be 0 take noi
     x[p] - sum over c of b[c] c[p]        b = argmin of the spread of the left side
 
 Everything is a function of P small tables of inner products, so that one prompt can be left out at
-a time (b fitted anew), for standard errors and intervals by Student's t of P - 1 degrees.
+a time (b fitted anew), for standard errors and the intervals of `limits`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -58,10 +58,12 @@ class Jackknife:
     Args:
         whole: `[*run]` each.
         left: `[*run P]` each.
+        noise: of the squared drift, as of `lengths`.
     """
 
     whole: Values
     left: Values
+    noise: Values = field(default_factory=dict)
 
     def value(self, name: str) -> Tensor:
         """A figure less its bias of order 1 / P, which quotients have."""
@@ -75,20 +77,6 @@ class Jackknife:
         count = left.shape[-1]
         spread = (left - left.mean(-1, keepdim=True)).square().sum(-1)
         return (spread * (count - 1) / count).sqrt()
-
-    def reach(self, name: str) -> Tensor:
-        """Half of a figure's interval, by Student's t.
-
-        Its degrees are those of a variance from P numbers of the kurtosis k that is seen,
-        2 P / (k - 1), P - 1 at most: few prompts that matter count as few.
-        """
-        left = self.left[name]
-        count = left.shape[-1]
-        away = left - left.mean(-1, keepdim=True)
-        second = away.square().mean(-1)
-        kurtosis = (away**4).mean(-1) / second.square().clamp(min=1e-300)
-        freedom = (2 * count / (kurtosis - 1).clamp(min=1e-3)).clamp(min=2.0, max=count - 1.0)
-        return quantile(freedom) * self.error(name)
 
     def minus(self, other: Jackknife) -> Jackknife:
         """Differences of the figures on the same prompts; what their noise has in common cancels.
@@ -169,7 +157,8 @@ def figures(found: Averages) -> Jackknife:
         drift_square = |E g|^2 with every reward 1 and no baseline
         signal_to_noise = |m|^2 / variance      merit = <m, grad J>^2 / (|grad J|^2 s)
 
-    A quotient without meaning is NaN; squares may be below 0 by noise.
+    and along = <m, grad J>, mean_square = |m|^2, of which the quotients are made.  A quotient
+    without meaning is NaN; squares may be below 0 by noise.
     """
     inner = quieted(*products(found.vectors))
     kept = left_out(found.kept)
@@ -196,63 +185,37 @@ def figures(found: Averages) -> Jackknife:
     }
     fine = {k: torch.where(v.isfinite() & (g2 > 0), v, torch.nan) for k, v in values.items()}
     fine |= {k: values[k] for k in ("gradient_square", "variance", "drift_square")}
+    fine |= {"along": along, "mean_square": m2}
     return Jackknife(
         whole={k: v[..., 0] for k, v in fine.items()},
         left={k: v[..., 1:] for k, v in fine.items()},
+        noise=lengths(found.vectors[..., DRIFT, :]),
     )
 
 
-# Squared lengths, whose noise grows with them, and figures above 0 whose noise is in proportion to
-# them; a cosine goes by 1 / cosine^2 - 1.
-SQUARES = (
-    "gradient_square",
-    "relative_bias_square",
-    "relative_bias_rescaled_square",
-    "drift_square",
-    "signal_to_noise",
-    "merit",
-)
-LOGARITHMS = ("variance", "variance_within", "variance_rescaled")
+def lengths(vectors: Float[Tensor, "*run P k"]) -> Values:
+    """What limits of the squared length of a mean need: A, B and degrees of freedom."""
+    count, mean = vectors.shape[-2], vectors.mean(-2, keepdim=True)
+    away = vectors - mean
+    own = away.square().sum(-1).square().sum(-1)
+    inner = away @ away.mT if count <= away.shape[-1] else away.mT @ away
+    pairs = inner.square().sum((-1, -2)) - own
+    along = (away @ mean.mT).squeeze(-1) / mean.norm(dim=-1).clamp(min=1e-150)
+    return {
+        "apart": 2 * pairs.clamp(min=0) / (count - 1) ** 2 / (count * (count - 1)),
+        "slope": 4 * along.square().sum(-1) / (count - 1) / count,
+        "freedom": freedom(along),
+    }
 
 
-def interval(found: Jackknife, name: str) -> tuple[Tensor, Tensor]:
-    """Limits between which a figure's true value lies 95 times in 100."""
-    if name == "cosine":
-        low, high = interval(found, "relative_bias_rescaled_square")
-        sign = found.value("scale").sign()
-        ends = [sign / (1 + end.clamp(min=0)).sqrt() for end in (low, high)]
-        return torch.minimum(*ends), torch.maximum(*ends)
-    middle = found.value(name)
-    if name in LOGARITHMS:
-        logs = Jackknife(whole={}, left={name: found.left[name].clamp(min=1e-300).log()})
-        times = logs.reach(name).exp()
-        return middle / times, middle * times
-    half = found.reach(name)
-    if name in SQUARES:
-        return middle - half, middle + _upper(middle, half)
-    return middle - half, middle + half
+def freedom(away: Float[Tensor, "*run P"]) -> Float[Tensor, "*run"]:
+    """Degrees of freedom of a variance from P numbers of the kurtosis k that is seen.
 
+        2 P / (k - 1), P - 1 at most: few prompts that matter count as few
 
-def _upper(square: Tensor, half: Tensor) -> Tensor:
-    """How far above an estimated squared length the true one may be.
-
-    Where the estimate is low its standard error is too.  With an error of variance A + B x at the
-    true value x, equal to the measured one at the estimate, A = 0 where that is beyond the noise,
-
-        (estimate - x)^2 = t^2 (A + B x)
+    Args:
+        away: the numbers less their mean.
     """
-    slope = half**2 / torch.maximum(square, half).clamp(min=1e-300)
-    rest = half**2 - slope * square.clamp(min=0)
-    return slope / 2 + (slope**2 / 4 + slope * square.clamp(min=0) + rest).sqrt()
-
-
-def quantile(freedom: Tensor) -> Tensor:
-    """Student's, of the level's upper end.
-
-    Example:
-        >>> [round(float(q), 2) for q in quantile(torch.tensor([4.0, 1000.0]))]
-        [2.78, 1.96]
-    """
-    from scipy.stats import t
-
-    return torch.as_tensor(t.ppf((1 + LEVEL) / 2, freedom.double().numpy()), dtype=torch.float64)
+    count, second = away.shape[-1], away.square().mean(-1)
+    kurtosis = (away**4).mean(-1) / second.square().clamp(min=1e-300)
+    return (2 * count / (kurtosis - 1).clamp(min=1e-3)).clamp(min=2.0, max=count - 1.0)
