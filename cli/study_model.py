@@ -145,9 +145,11 @@ def run(arguments: argparse.Namespace) -> int:
     task = index.get(*index.parse(request.task))
     try:
         from windage.analysis.measured import toy
-        from windage.llm.measure import document, study
+        from windage.llm.measure import document, store, study
 
         made = study.ready(request, task)
+        if arguments.out is not None:
+            store.check(arguments.out, request.told(made.loaded))
         made = replace(made, cost=study.tried(made))
         print(in_words(made.cost), file=sys.stderr)
         if arguments.dry_run:

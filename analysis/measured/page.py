@@ -51,6 +51,7 @@ BASELINES = (
     Column(key="group_size", label="G", keep=8),
     Column(key="share", label="share", percent=True, keep=7),
     Column(key="error", label="standard\nerror", percent=True, keep=6),
+    Column(key="toy", label="share,\ntoy", percent=True, keep=6),
     Column(key="variance", label="variance", keep=4),
     Column(key="scale", label="scale", keep=3),
     Column(key="relative_bias", label="relative\nbias", keep=5),
@@ -75,7 +76,8 @@ def shown(row: Mapping[str, Any], name: str, *, length: bool = False) -> str | N
     if value is None:
         return None
     if length and row[f"{name.replace('relative_', '')}_resolved"] is not True:
-        return f"< {text(row['interval'][name][1])}"
+        above = row["interval"][name][1]
+        return "no bound" if above is None else f"< {text(above)}"
     return text(value) if error is None else f"{text(value)} ± {text(error)}"
 
 
@@ -161,13 +163,20 @@ def verdict(document: Document) -> str:
 
 
 def baselines(document: Document) -> Table:
-    """How much of the possible variance reduction each baseline reaches."""
+    """How much of the possible variance reduction each baseline reaches, here and on a toy."""
+    there = document.get("toy", {}).get("baselines", ())
+    toy = {(row["baseline"], row["group_size"]): row["share"] for row in there}
     return Table(
         columns=BASELINES,
-        rows=[row | {"error": row["standard_error"]} for row in document["baselines"]],
+        rows=[
+            row
+            | {"error": row["standard_error"], "toy": toy.get((row["baseline"], row["group_size"]))}
+            for row in document["baselines"]
+        ],
         caption="Of groups of one prompt, drawn by the policy itself: 0 % without a baseline, "
         "100 % with the best constant of each prompt. Variance and bias are after dividing by the "
-        "scale.",
+        "scale."
+        + (f" The toy: {there[0]['problem']}, exactly, up to groups of 16." if there else ""),
     )
 
 

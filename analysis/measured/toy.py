@@ -25,6 +25,7 @@ from torch import Tensor
 
 from windage.analysis.choose.merit import FREQUENCIES, Measured, samplers, served
 from windage.analysis.choose.request import Request
+from windage.analysis.studies.baselines import ENTRIES, by_lengths, shares
 from windage.estimators.correction import Correction
 from windage.estimators.errors import BadInput
 from windage.estimators.estimator import Estimator
@@ -40,6 +41,8 @@ FIGURES = ("merit", "relative_bias_rescaled", "variance_rescaled")
 NARROWED = {"temperature": "t", "top_p": "p", "top_k": "k"}
 SIGMAS, APART, SHOWN = 3.0, 1.1, 3
 LEAST = 4
+# Groups whose shares on the toy take no more than seconds.
+LARGEST = 16
 
 
 def compared(document: Document) -> Row:
@@ -52,7 +55,24 @@ def compared(document: Document) -> Row:
     ]
     agreement = [row for at in places for row in _agreement(document["rows"], rows, at)]
     misled = [row for at in places for row in _misled(document["rows"], rows, at)]
-    return {"rows": rows, "agreement": agreement, "misled": misled}
+    return {
+        "rows": rows,
+        "agreement": agreement,
+        "misled": misled,
+        "baselines": _shares(document.get("baselines", ())),
+    }
+
+
+def _shares(measured: Sequence[Document]) -> list[Row]:
+    """Shares of the possible variance reduction on a toy whose lengths differ, where measured."""
+    names = {row["baseline"] for row in measured}
+    sizes = sorted({row["group_size"] for row in measured if row["group_size"] <= LARGEST})
+    rows = shares(by_lengths(), sizes, [name for name in ENTRIES if name in names])
+    return [
+        {key: row[key] for key in ("problem", "baseline", "group_size", "share")}
+        for row in rows
+        if row["baseline"] in names
+    ]
 
 
 def _request(document: Document, about: Mapping[str, Any], size: int) -> tuple[Request, int]:

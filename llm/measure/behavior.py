@@ -140,6 +140,43 @@ def rounded(weights: Iterator[tuple[str, Tensor]], bits: int) -> Iterator[tuple[
         yield name, value
 
 
+def available(behavior: Behavior, loaded: Loaded) -> None:
+    """Refuse, before anything is spent, weights or an engine that cannot be had.
+
+    Raises:
+        BadInput: as of `sampler_of`.
+    """
+    if behavior.kind == "checkpoint":
+        lagging(behavior, loaded)
+    if behavior.kind == "vllm":
+        from windage.llm.samplers.vllm import imported
+
+        imported()
+
+
+def lagging(behavior: Behavior, loaded: Loaded) -> Loaded:
+    """The model of a checkpoint.
+
+    Raises:
+        BadInput: there is none, or its tokens are others.
+    """
+    from windage.llm import models
+
+    path = Path(behavior.settings["path"])
+    if not (path / "config.json").is_file():
+        raise BadInput(f"{behavior.name!r}: path has no config.json; allowed: a model folder")
+    try:
+        found = models.load(path, device=str(loaded.device))
+    except BadInput as problem:
+        raise BadInput(f"{behavior.name!r}: {problem}") from None
+    if found.fingerprint != loaded.fingerprint:
+        raise BadInput(
+            f"{behavior.name!r}: its tokenizer is not that of {loaded.path!r}; allowed: models "
+            "with the same tokens"
+        )
+    return found
+
+
 def sampler_of(behavior: Behavior, loaded: Loaded, *, batch: int, longest: int) -> Sampler:
     """An engine with the behavior's weights.
 
@@ -159,14 +196,7 @@ def sampler_of(behavior: Behavior, loaded: Loaded, *, batch: int, longest: int) 
         return VllmSampler(
             loaded.path, stop_ids=loaded.stop_ids, dtype=dtype, batch=batch, longest=longest
         )
-    source = loaded
-    if behavior.kind == "checkpoint":
-        source = models.load(Path(told["path"]), device=str(loaded.device))
-        if source.fingerprint != loaded.fingerprint:
-            raise BadInput(
-                f"{behavior.name!r}: its tokenizer is not that of {loaded.path!r}; allowed: models "
-                "with the same tokens"
-            )
+    source = lagging(behavior, loaded) if behavior.kind == "checkpoint" else loaded
     made = TransformersSampler(
         source.policy.base,
         stop_ids=loaded.stop_ids,

@@ -54,13 +54,24 @@ def opened(folder: Path, request: Mapping[str, Any]) -> None:
     Raises:
         BadInput: it holds another study; names what differs.
     """
-    path = folder / "request.json"
+    check(folder, request)
     (folder / "measured").mkdir(parents=True, exist_ok=True)
     tidy(folder)
     tidy(folder / "measured")
+    path = folder / "request.json"
     if not path.exists():
         with new_file(path) as sink:
             sink.write((json.dumps(request, indent=1, allow_nan=False) + "\n").encode())
+
+
+def check(folder: Path, request: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds another study.
+
+    Raises:
+        BadInput: names what differs.
+    """
+    path = folder / "request.json"
+    if not path.exists():
         return
     try:
         before = json.loads(path.read_bytes())

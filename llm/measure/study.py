@@ -23,7 +23,7 @@ from windage.estimators.estimator import Estimator
 from windage.llm import models, rollouts
 from windage.llm.draw import Desk, Row, draw
 from windage.llm.measure import baselines, plan, sketch, store
-from windage.llm.measure.behavior import Behavior, sampler_of, sampling_of
+from windage.llm.measure.behavior import Behavior, available, sampler_of, sampling_of
 from windage.llm.measure.estimates import Estimates, Passed, Probe, estimates, known, reference
 from windage.llm.models import Loaded, Lora
 from windage.llm.rollouts import to_batch
@@ -83,7 +83,7 @@ def ready(request: plan.Request, task: Task) -> Ready:
 
     Raises:
         BadInput: a model without the parameters, prompts that it cannot take, an entry that needs
-            what is not recorded, too little memory for the sketch.
+            what is not recorded, too little memory for the sketch, a sampler that cannot be had.
     """
     entries = plan.entries(request.check())
     lora = Lora(rank=request.lora_rank) if request.parameters == "lora" else None
@@ -99,6 +99,8 @@ def ready(request: plan.Request, task: Task) -> Ready:
     settings = loaded.policy.base.config.get_text_config()
     room = int(getattr(settings, "max_position_embeddings", 1 << 20)) - request.max_tokens
     plan.check_prompts(loaded, questions, room)
+    for one in request.samplers:
+        available(one, loaded)
     made = sketch.make(count, request.sketch, seed=request.seed, device=loaded.device)
     probe = Probe(
         policy=loaded.policy,
@@ -201,10 +203,13 @@ def place_of(folder: Path, study: Ready, behavior: Behavior) -> Path:
 
 
 def drawn(study: Ready, behavior: Behavior, place: Path, count: Callable[[int], None]) -> None:
-    """Draw a sampler's responses to the prompts that have none yet."""
+    """Draw a sampler's responses to the prompts that have none yet.
+
+    Prompts are drawn together as without an interruption, since rounding sees who is in a batch.
+    """
     request = study.request
     there = set(rollouts.steps(place)) if place.is_dir() else set()
-    missing = [n for n in range(request.prompts) if n not in there]
+    missing = set(range(request.prompts)) - there
     each = request.references if behavior is OWN else request.responses
     count(each * len(there))
     if not missing:
@@ -212,13 +217,18 @@ def drawn(study: Ready, behavior: Behavior, place: Path, count: Callable[[int], 
     with closing(study.sampler(behavior)) as sampler:
         desk = study.desk(behavior, sampler)
         first = APART if behavior is OWN else 0
-        for part in runs(missing, max(1, request.batch // each)):
+        most = max(1, request.batch // each)
+        for start in range(0, request.prompts, most):
+            part = range(start, min(start + most, request.prompts))
+            if missing.isdisjoint(part):
+                continue
             asked = [study.questions[n] for n in part]
-            found = draw(desk, asked, each, seed=request.seed, start=first + part[0])
+            found = draw(desk, asked, each, seed=request.seed, start=first + start)
             for n, prompt in enumerate(part):
-                rows = [one.row for one in found[n * each : (n + 1) * each]]
-                rollouts.write(place, prompt, rows, tokenizer=study.loaded.fingerprint)
-            count(each * len(part))
+                if prompt in missing:
+                    rows = [one.row for one in found[n * each : (n + 1) * each]]
+                    rollouts.write(place, prompt, rows, tokenizer=study.loaded.fingerprint)
+            count(each * len(missing.intersection(part)))
 
 
 @contextmanager
@@ -228,23 +238,6 @@ def closing(sampler: Sampler) -> Iterator[Sampler]:
         yield sampler
     finally:
         sampler.close()
-
-
-def runs(numbers: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Numbers that follow each other, so many at a time.
-
-    Example:
-        >>> list(runs([0, 1, 2, 5, 6], 2))
-        [[0, 1], [2], [5, 6]]
-    """
-    part: list[int] = []
-    for number in numbers:
-        if part and (number != part[-1] + 1 or len(part) == most):
-            yield part
-            part = []
-        part.append(number)
-    if part:
-        yield part
 
 
 def measured(study: Ready, folder: Path, prompt: int) -> list[store.Row]:
