@@ -16,6 +16,7 @@ run/
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,6 +52,7 @@ from windage.llm.tasks.protocol import Split
 from windage.llm.verify import Scale
 
 PROBES, LONGEST = 8, 64
+WEIGHTS = "model.safetensors"
 Sequences = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
@@ -193,7 +195,10 @@ def _write_model(loaded: Loaded, weights: Mapping[str, Tensor], folder: Path) ->
     from safetensors.torch import save_file
 
     named = {name: value.contiguous() for name, value in weights.items()}
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    # vLLM reads every safetensors file of a folder, that of the optimizer too, but for an index.
+    index = {"metadata": {}, "weight_map": dict.fromkeys(named, WEIGHTS)}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _probes(config: Config, loaded: Loaded, desk: Desk) -> Sequences:

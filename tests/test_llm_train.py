@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -187,6 +188,8 @@ def test_adapters_train_and_the_checkpoint_holds_the_merged_model(model, tmp_pat
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and all("proj" in name for name in moved)
     run.models.load(tmp_path / "run/checkpoints/checkpoint-00000002")
+    index = tmp_path / "run/checkpoints/checkpoint-00000002/model.safetensors.index.json"
+    assert json.loads(index.read_text())["weight_map"] == dict.fromkeys(after, run.WEIGHTS)
 
 
 # What a file may ask for.

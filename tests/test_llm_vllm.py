@@ -24,11 +24,14 @@ from test_llm_samplers import (
     loaded,
     other,
 )
+from training_harness import Parity
 
-from windage.llm import models
+from windage.llm import models, run
+from windage.llm.config import build, read
 from windage.llm.samplers import probe, vllm
 from windage.llm.samplers.protocol import Request, Sampler, SamplerFault, Sampling
 from windage.llm.samplers.transformers import TransformersSampler
+from windage.llm.train import train
 
 absent = importlib.util.find_spec("vllm") is None
 needs_vllm = pytest.mark.skipif(absent, reason="vllm is not installed here: run `make vllm`")
@@ -238,6 +241,41 @@ def test_what_the_caller_raises_between_tokens_is_its_own(engine):
     assert not sampler._engine.has_unfinished_requests()
     with refused("a token of a prompt is 999"):
         sampler.sample([replace(REQUESTS[0], prompt_ids=(2, 999))], Sampling())
+
+
+@needs_vllm
+def test_a_run_with_adapters_gives_the_engine_their_merged_weights(tmp_path, monkeypatch):
+    """After each step; it goes on from a checkpoint in an engine that reads the merged model."""
+    monkeypatch.setattr(run, "task_of", lambda name, settings: Parity(lucky=False))
+    tiny_language_model.make(tmp_path / "model", longest=2048, width=64)
+    text = '[model]\nlora_rank = 2\n[sampling]\nengine = "vllm"\ndtype = "float32"\nbatch = 8'
+    (tmp_path / "told.toml").write_text(text)
+    base = build(
+        {
+            "model": {"path": str(tmp_path / "model"), "device": "cpu"},
+            "recipe": {"name": "reinforce"},
+            "sampling": {"max_tokens": 4},
+            "train": {"steps": 2, "prompts": 4, "group_size": 2, "learning_rate": 0.05},
+            "run": {"folder": str(tmp_path / "run"), "save_every": 1},
+        }
+    )
+    config = read(tmp_path / "told.toml", base)
+    gaps = []
+
+    def tell(record):
+        ours = run.score(ready.loaded, PROBES)
+        with models.reference_pass(ready.loaded.policy):
+            bare = run.score(ready.loaded, PROBES)
+        gaps.append([probe.gap(ready.desk.sampler, PROBES, p).largest for p in (ours, bare)])
+
+    for resume in (False, True):
+        config = build({"train": {"steps": 3 if resume else 2}}, config)
+        ready = run.start(config, resume=resume)
+        assert ready.start == (2 if resume else 0)
+        train(ready, tell)
+    assert len(gaps) == 3
+    for near, far in gaps:
+        assert near < CLOSE < 1e-2 < far
 
 
 SMOL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
