@@ -242,7 +242,9 @@ def page(document: Document) -> Page:
             f"responses of the policy to each for the gradient, {document['responses']} of each "
             "sampler for the estimates.",
             "Standard errors and intervals are by prompt. A bias inside three standard errors is "
-            "shown as a bound, and two entries are told apart beyond three only.",
+            "shown as a bound, and two entries are told apart beyond three only. In simulated "
+            "studies of 16 to 128 prompts of a transformer that can be listed, intervals at 95 % "
+            "held the exact figure in at least 93 % for every entry (benchmarks/coverage.py).",
         ),
         sections=sections,
         footer=f"{document['seconds']:.0f} seconds; seed {document['seed']}.",
