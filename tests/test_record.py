@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +116,23 @@ def test_training_waits_for_nothing_but_the_copy(tmp_path):
     recorder.close()
     assert len(list(read(tmp_path, tokenizer=TOKENIZER))) == 64
     assert spent < 0.5
+
+
+def test_the_document_says_what_was_measured_and_that_is_below_the_floor():
+    root = Path(__file__).parents[1]
+    found = json.loads((root / "benchmarks/results/record.json").read_text())
+    assert found["share_of_step"] <= found["share_with_writing"] < found["floor"] == 0.01
+    text = " ".join((root / "docs/adapters.md").read_text().split())
+    token = found["copied_seconds_a_token"] + found["written_seconds_a_token"]
+    for words in (
+        f"{found['tokens_a_step']:,} tokens, {found['step_seconds']:.1f} s)",
+        f"spends {1e3 * found['training_thread_seconds']:.1f} ms",
+        f"another thread {1e3 * found['writing_thread_seconds']:.1f} ms",
+        f"{100 * found['share_of_step']:.3f} % and",
+        f"below {0.01 / token:,.0f} trained tokens a second",
+        f"by {100 * found['squares_over_plain']:.1f} %",
+    ):
+        assert words in text, words
 
 
 def test_copies_cannot_be_changed_by_training():
