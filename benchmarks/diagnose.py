@@ -1,7 +1,7 @@
 """How often `windage diagnose` finds what is planted, raises what is not there, and how fast it is.
 
     python benchmarks/diagnose.py [--dumps N] [--cases NAME ...]
-    python benchmarks/diagnose.py --speed | --tokens | --rows
+    python benchmarks/diagnose.py --speed | --tokens | --rows [N]
 
 Draws so many dumps (default 40) of every planted case, of different size, pace and error, and
 writes benchmarks/results/diagnose.json and analysis/diagnose/rates.json, which reports quote.  A
@@ -10,7 +10,7 @@ case counts as found where its own sign is raised; a false alarm is any sign in 
 
 Each of the other flags times one dump from file to document, in a process of its own, and writes
 its own figure: a million tokens of the planted automaton; ten million tokens in responses of 400;
-ten million rows of a short response each, some ten minutes.
+ten million rows, or N, of a short response each, some fifteen minutes on one core.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from exact import machine
 from windage.analysis.diagnose import faults, written
 from windage.analysis.diagnose.document import collect_evidence
 from windage.analysis.diagnose.planted import CASES, Run, dump, rows
+from windage.cli.output import one_thread
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "diagnose.json"
 RATES = HERE.parent / "analysis" / "diagnose" / "rates.json"
-MILLION = Run(groups=6600, group_size=4, lag=2)
 GROUP, PIECE = 8, 50_000
 TIMED = """
 import json, sys, time, resource
 from pathlib import Path
 start = time.perf_counter()
+from windage.cli.output import one_thread
+one_thread()
 from windage.analysis.diagnose.document import diagnose
 found = diagnose(Path(sys.argv[1]))
 print(json.dumps({
@@ -84,9 +86,9 @@ def rates(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"signs": signs}
 
 
-def million(path: Path) -> None:
-    """A dump of about a million tokens."""
-    written.write(path, rows(MILLION, 0))
+def million(groups: int) -> Run:
+    """Of so many groups of four; a million tokens at 6,600."""
+    return Run(groups=groups, group_size=4, lag=2)
 
 
 def made(path: Path, count: int, shortest: int, longest: int) -> None:
@@ -126,11 +128,11 @@ def _piece(rng: np.random.Generator, number: np.ndarray, shortest: int, longest:
     )
 
 
-def timed(write: Callable[[Path], None]) -> dict[str, Any]:
+def timed(write: Callable[[Path, int], None], count: int) -> dict[str, Any]:
     """A dump from file to document, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "dump.parquet"
-        write(path)
+        write(path, count)
         answer = subprocess.run(
             [sys.executable, "-c", TIMED, str(path)], check=True, capture_output=True, text=True
         )
@@ -138,10 +140,10 @@ def timed(write: Callable[[Path], None]) -> dict[str, Any]:
     return found
 
 
-SIZES: dict[str, Callable[[Path], None]] = {
-    "speed": million,
-    "tokens": lambda path: made(path, 25_000, 400, 400),
-    "rows": lambda path: made(path, 10_000_000, 1, 7),
+SIZES: dict[str, tuple[int, Callable[[Path, int], None]]] = {
+    "speed": (6_600, lambda path, count: written.write(path, rows(million(count), 0))),
+    "tokens": (25_000, lambda path, count: made(path, count, 400, 400)),
+    "rows": (10_000_000, lambda path, count: made(path, count, 1, 7)),
 }
 
 
@@ -150,13 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dumps", type=int, default=40)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    for name in SIZES:
-        parser.add_argument(f"--{name}", action="store_true")
+    for name, (size, _) in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, nargs="?", const=size, metavar="N")
     asked = parser.parse_args()
+    one_thread()
     document = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     sizes = [name for name in SIZES if getattr(asked, name)]
     for name in sizes:
-        document[name] = timed(SIZES[name]) | {"machine": machine()}
+        document[name] = timed(SIZES[name][1], getattr(asked, name)) | {"machine": machine()}
         print(name, json.dumps(document[name]))
     if not sizes:
         known = {each["case"]: each for each in document.get("cases", [])}
