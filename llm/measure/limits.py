@@ -16,8 +16,8 @@ estimate.  Positive figures whose noise is in proportion to them are taken as lo
 upper end moved out where those are skewed.
 
 In 2,000 studies each of 16, 24, 32, 64 and 128 prompts of an enumerated transformer they held the
-exact figure in 93 % to 100 %, entry by entry (benchmarks/results/coverage.json); nearer to 100 where
-the truth is at an end of what can be, such as a cosine of 1.
+exact figure in 93 % to 100 %, entry by entry (benchmarks/results/coverage.json); nearer to 100
+where the truth is at an end of what can be, such as a cosine of 1.
 
 References:
     Fieller, 1954, Some problems in interval estimation.
