@@ -330,6 +330,25 @@ def test_what_an_entry_is_without_its_correction(batch: Batch) -> None:
     assert not torch.allclose(entry(batch).own, plain)
 
 
+def test_measured_orders_are_those_that_the_readme_tells() -> None:
+    """Noise is compared where its proxy orders, and is not where it does not."""
+    root = Path(__file__).parents[1]
+    found = json.loads((root / "benchmarks/results/support.json").read_text())
+    text = " ".join((root / "README.md").read_text().split())
+    for key, stem in (("bias", "bias with rank correlations of"), ("noise_alike", "noise with")):
+        values = [each[key] for each in found]
+        assert f"{stem} {min(values):.2f} to {max(values):.2f}" in text
+    assert all(each["noise"] < each["noise_alike"] for each in found)
+
+
+def test_measured_sizes_stay_under_two_gibibytes() -> None:
+    root = Path(__file__).parents[1]
+    found = json.loads((root / "benchmarks/results/diagnose.json").read_text())
+    assert found["speed"]["tokens"] > 990_000 and found["speed"]["processor_seconds"] < 20
+    assert found["tokens"]["tokens"] >= 10**7
+    assert all(found[name]["mebibytes"] < 2_048 for name in ("speed", "tokens", "rows"))
+
+
 def test_layers_peel_off_those_that_none_beats() -> None:
     beats = np.zeros((4, 4), bool)
     beats[0, 1] = beats[1, 2] = beats[0, 2] = True
