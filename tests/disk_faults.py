@@ -67,8 +67,8 @@ def natives() -> Iterator[tuple[object, str, Callable[..., Path], type[Exception
     if found := sys.modules.get("transformers.tokenization_utils_tokenizers"):
         name = "_save_pretrained"
 
-        def file(self, folder, *arguments, **settings):
-            return Path(folder) / "tokenizer.json"
+        def file(self, save_directory, *arguments, **settings):
+            return Path(save_directory) / "tokenizer.json"
 
         yield found.TokenizersBackend, name, file, Exception
 

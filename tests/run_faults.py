@@ -163,7 +163,6 @@ def disk(base: Path, every: int) -> Iterator[dict]:
             folder = base / f"disk-{at}-{kind}"
 
             def broken(at=at, fault=fault, on=on) -> int:
-                os.fsync = lambda descriptor: None  # an error tells, waiting does not
                 with tampered(at, fault, on=on):
                     return command(str(file))
 

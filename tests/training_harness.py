@@ -122,9 +122,12 @@ def begun(folder: Path, work: Callable[[], int | None], log: str = "log") -> int
             with open(log, "a") as file:
                 os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
             status = work() or 0
+        except KeyboardInterrupt:
+            status = 130
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
     return child
