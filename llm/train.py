@@ -43,11 +43,13 @@ class Step:
         rows: all of them, those that are not trained on included.
         texts: of each row, where it was drawn here.
         faults: numbers of the rows that are not finite, by row.
+        version: of the weights that it comes to.
     """
 
     rows: list[Row]
     texts: list[Drawn]
     faults: dict[int, guard.Fault]
+    version: int
 
 
 @final
@@ -139,13 +141,13 @@ def _opened(run: Run, stack: ExitStack) -> Files:
 
 def _rollouts(run: Run, step: int) -> Step:
     """The step's rollout batch, known to every process."""
-    found = Step(rows=[], texts=[], faults={})
+    found = Step(rows=[], texts=[], faults={}, version=run.learner.updates)
     with run.ranks.together():
         if run.ranks.first:
             found = _drawn(run, step)
     rows, faults = run.ranks.same((found.rows, found.faults))
     rows = curated(rows, run.config.train.positive_share, seed=run.config.run.seed, step=step)
-    return Step(rows=rows, texts=found.texts, faults=faults)
+    return replace(found, rows=rows, faults=faults)
 
 
 def _drawn(run: Run, step: int) -> Step:
@@ -173,7 +175,7 @@ def _drawn(run: Run, step: int) -> Step:
             texts += more
             rows += [dict(one.row) for one in more]
     faults = {n: one.fault for n, one in enumerate(texts) if one.fault is not None}
-    return Step(rows=rows, texts=texts, faults=faults)
+    return Step(rows=rows, texts=texts, faults=faults, version=run.learner.updates)
 
 
 def dropped_groups(run: Run, rows: Sequence[Row]) -> set[str]:
@@ -301,7 +303,13 @@ def _record(
     """Write a step down."""
     step = record["step"]
     if run.config.train.mode != "offline":
-        rollouts.write(run.folder / "rollouts", step, drawn.rows, tokenizer=run.loaded.fingerprint)
+        rollouts.write(
+            run.folder / "rollouts",
+            step,
+            drawn.rows,
+            tokenizer=run.loaded.fingerprint,
+            version=drawn.version,
+        )
     for one in drawn.texts[: run.config.run.samples]:
         files.samples.write(
             {

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_language_model import make
 from training_harness import Parity
 
+from windage.analysis.diagnose.readers import index as dump
 from windage.llm import config, journal, run, sources
 from windage.llm import train as loop
 from windage.llm.draw import Drawn
@@ -98,6 +99,10 @@ def test_it_learns_in_every_mode(mode, model, tmp_path):
     assert max(record["lag/max"] for record in found) <= limit
     if mode in ("one step off", "asynchronous"):
         assert max(record["lag/max"] for record in found) >= 1
+        rows = list(dump.read(tmp_path / "run" / "rollouts"))
+        lags = {(row.step, int((row.current_version - row.versions).max())) for row in rows}
+        wanted = [record["lag/max"] for record in found]
+        assert [max(lag for at, lag in lags if at == n + 1) for n in range(12)] == wanted
 
 
 def test_it_learns_from_a_store_alone(model, tmp_path):
