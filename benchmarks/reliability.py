@@ -53,10 +53,10 @@ PROMISES = {
         "R8", "kill -9 of an asynchronous run; resumed, every prompt once, lag bound kept", 200
     ),
     "saves": Promise(
-        "R8", "kill -9 at every file-system call of a save; resumed, every file bitwise", 50, 1
+        "R8", "kill -9 at every file-system call of a save; resumed, every file bitwise", 40, 1
     ),
     "disk": Promise(
-        "R9", "the disk fails at every call of a run; a line with the path, resumed bitwise", 500, 1
+        "R9", "the disk fails at every call of a run; a line with the path, resumed bitwise", 400, 1
     ),
     "deaths": Promise("R14", "the engine dies; every prompt once, lag bound kept", 100),
     "skip": Promise("R15", "a number is not finite; the update is skipped, weights bitwise", 100),
@@ -66,7 +66,7 @@ PROMISES = {
     "learn": Promise("R17", "the same seed again, 1 and 2 threads; tables bitwise", 40),
     "train": Promise("R17", "the same seed again, 1 and 2 threads; files bitwise", 40),
     "together": Promise(
-        "R18", "a second run in a folder is refused, a reader sees whole records", 100, 60
+        "R18", "a second run in a folder is refused, a reader sees whole records", 100, 250
     ),
 }
 
@@ -124,6 +124,7 @@ def row(name: str, promise: Promise) -> dict[str, Any]:
         "name": name,
         "row": promise.row,
         "what": promise.what,
+        "least": promise.least,
         "count": sum(one["count"] for one in found),
         "wrong": sum(bool(one["wrong"]) for one in found),
         "runs": len(found),

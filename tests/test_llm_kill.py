@@ -53,6 +53,14 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
     assert {one.get("status", 2) for one in found} <= {0, 2}
 
 
+def test_the_figures_that_are_kept_hold_what_is_promised():
+    kept = Path(__file__).parents[1] / "benchmarks" / "results" / "reliability.json"
+    rows = json.loads(kept.read_text())["rows"]
+    assert {one["row"] for one in rows} == {"R8", "R9", "R14", "R15", "R16", "R17", "R18"}
+    for one in rows:
+        assert one["wrong"] == 0 and one["count"] >= one["least"] > 0, one
+
+
 @pytest.mark.long
 def test_every_fault_planted_in_resuming_is_found(tmp_path):
     found = harness(tmp_path, 1, *(f"synchronous:{fault}=1" for fault in FAULTS))
