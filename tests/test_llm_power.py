@@ -14,8 +14,9 @@ from disk_faults import seen_by
 from tiny_language_model import make
 from training_harness import configuration, go
 
-from windage.llm import checkpoint, durable
+from windage.llm import checkpoint, durable, journal
 from windage.llm import folder as folders
+from windage.llm.journal import Journal
 from windage.llm.rollouts import write
 
 PUBLISHES = ("rename", "replace")
@@ -99,8 +100,7 @@ PLANTED = {
     "a file's content": (durable.Sink, "sync", lambda sink: sink._pour(), ("early", "step-")),
     "a folder's names": (durable, "_name", without_the_folder, ("lacking", "checkpoints")),
     "a folder's content": (durable, "sync", nothing, ("early", "model.safetensors")),
-    "a text's folder": (folders, "sync", nothing, ("lacking", "run")),
-    "records": ("windage.llm.journal.Journal", "sync", nothing, ("lacking", "metrics.jsonl")),
+    "records": (Journal, "sync", nothing, ("lacking", "metrics.jsonl")),
 }
 
 
@@ -108,16 +108,29 @@ PLANTED = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wait_that_is_left_out_is_noticed(name, model, tmp_path, monkeypatch):
     place, what, instead, (which, where) = PLANTED[name]
-    if isinstance(place, str):
-        monkeypatch.setattr(f"{place}.{what}", instead)
-    else:
-        monkeypatch.setattr(place, what, instead)
+    monkeypatch.setattr(place, what, instead)
     early, lacking = cut(model, tmp_path, monkeypatch)
     assert any(where in path for path in {"early": early, "lacking": lacking}[which])
 
 
-def test_a_store_that_is_left_alone_is_on_the_disk_as_well(tmp_path):
-    disk = Disk(tmp_path)
-    with seen_by(disk):
-        write(tmp_path / "deep" / "store", 1, [], tokenizer="t")
-    assert (disk.early, disk.lacking(tmp_path)) == ([], [])
+ALONE = {
+    "store": lambda folder: write(folder / "deep" / "store", 1, [], tokenizer="t"),
+    "text": lambda folder: folders.whole(folder / "config.toml", "seed = 1"),
+    "records": lambda folder: Journal(folder / "metrics.jsonl").sync(),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_written_alone_is_on_the_disk_and_a_wait_left_out_is_noticed(
+    name, tmp_path, monkeypatch
+):
+    for waits in (True, False):
+        folder = tmp_path / str(waits)
+        folder.mkdir()
+        disk = Disk(folder)
+        with monkeypatch.context() as patch, seen_by(disk):
+            if not waits:
+                for module in (durable, folders, journal):
+                    patch.setattr(module, "sync", nothing)
+            ALONE[name](folder)
+        assert disk.early == [] and (disk.lacking(folder) == []) is waits
