@@ -24,7 +24,7 @@ from windage.toy.exact.tuples import accepted
 from windage.toy.problems import Problem, Tree
 
 # Normalization and rotary embedding of transformers are in single precision whatever the weights.
-RELATIVE = 1e-6
+RELATIVE = 1e-10
 NAMES = [name for name, e in CATALOGUE.items() if not undefined(e, typical(), 2)]
 
 

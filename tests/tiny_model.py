@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from windage.estimators.batch import Batch
 from windage.llm.models import Policy
@@ -39,7 +40,18 @@ def tiny(vocab: int, longest: int, *, seed: int) -> Policy:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Policy(LlamaForCausalLM(settings).double())
+        return Policy(in_double(LlamaForCausalLM(settings).double()))
+
+
+def in_double(model: torch.nn.Module) -> torch.nn.Module:
+    """Norms that keep double precision: those of transformers pass through float32."""
+    norms = [(parent, name, one) for parent in model.modules()
+             for name, one in parent.named_children() if isinstance(one, LlamaRMSNorm)]  # fmt: skip
+    for parent, name, one in norms:
+        made = torch.nn.RMSNorm(one.weight.shape, eps=one.variance_epsilon, dtype=torch.float64)
+        made.weight = one.weight
+        setattr(parent, name, made)
+    return model
 
 
 def prefixes(tree: Tree) -> list[list[int]]:
