@@ -85,16 +85,17 @@ def half(descriptor, content):
 def calls_of_a_save(folder, monkeypatch):
     """Every call that a save makes, by name and number."""
     watch = Faulty("", -1, None)
+    write(folder, 1, rows(), tokenizer="t")
     with monkeypatch.context() as patch:
         patch.setattr(durable, "os", watch)
-        write(folder, 1, rows(), tokenizer="t")
+        write(folder, 2, rows(start=3), tokenizer="t")
     return [(name, n) for name in CALLS for n in range(watch.counts[name])]
 
 
 @pytest.fixture
 def calls(tmp_path_factory, monkeypatch):
     """The calls of a save whose content goes out in several writes."""
-    monkeypatch.setattr(durable, "BUFFER", 1500)
+    monkeypatch.setattr(durable, "BUFFER", 1200)
     found = calls_of_a_save(tmp_path_factory.mktemp("calls"), monkeypatch)
     assert {name for name, _ in found} == set(CALLS) and len(found) > 8
     return found
