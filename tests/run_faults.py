@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 from disk_faults import Calls, failing, killed, short, tampered
 from training_harness import (
+    RUNS,
     Parity,
     apart,
     begun,
@@ -190,7 +191,7 @@ def interrupts(base: Path, count: int, seed: int) -> Iterator[dict]:
     draw, (file, _, wanted) = random.Random(f"{seed} interrupts"), by_command(base)
     lasted = seconds(base, file)
     done = number = 0
-    while done < count:
+    while done < count and number < RUNS * count:
         folder, number = base / f"interrupted-{number}", number + 1
         pressed = [(draw.uniform(0, lasted), signal.SIGINT)]
         if number % 2:

@@ -29,7 +29,7 @@ from training_harness import Parity
 from windage.llm import models, run
 from windage.llm.config import build, read
 from windage.llm.samplers import probe, vllm
-from windage.llm.samplers.protocol import Request, Sampler, SamplerFault, Sampling
+from windage.llm.samplers.protocol import EngineDied, Request, Sampler, SamplerFault, Sampling
 from windage.llm.samplers.transformers import TransformersSampler
 from windage.llm.train import train
 
@@ -217,7 +217,7 @@ def test_what_is_not_finite_or_ends_the_engine_is_one_line(engine, monkeypatch):
     sampler.load(model.named_parameters(), 5)
     assert sampler.sample(REQUESTS, Sampling())  # nothing was left behind
     assert rehearsed(sampler, model).largest < CLOSE
-    with refused("did not take", "version 6", error=SamplerFault):
+    with refused("did not take", "version 6", error=EngineDied):
         sampler.load([("no.such.weight", torch.zeros(1))], 6)
 
     def end():
@@ -225,7 +225,7 @@ def test_what_is_not_finite_or_ends_the_engine_is_one_line(engine, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(sampler._engine, "step", end)
-        with refused("vLLM failed", "RuntimeError: the core is gone", error=SamplerFault):
+        with refused("vLLM failed", "RuntimeError: the core is gone", error=EngineDied):
             sampler.sample(REQUESTS, Sampling())
 
 

@@ -52,7 +52,7 @@ def make(
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     }[kind]
     settings = configuration(
-        vocab_size=len(SPECIAL) + len(vocab),
+        vocab_size=len(SPECIAL) + len(vocab) + (kind == "qwen2"),  # its class adds <|endoftext|>
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,

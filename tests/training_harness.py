@@ -18,6 +18,8 @@ from pathlib import Path
 from disk_faults import killed, tampered
 
 STEPS, PROMPTS, GROUP, LAG = 3, 3, 2, 1
+# What is to happen so often is given up where it does not in so many runs for each.
+RUNS = 3
 COMMON: dict[str, dict] = {
     "task": {"low": -1.0},
     "sampling": {"max_tokens": 5},
@@ -281,7 +283,7 @@ def kills(base: Path, case: str, count: int, seed: int, fault: str = "") -> Iter
         go(config, resume=True)
 
     done = number = 0
-    while done < count:
+    while done < count and number < RUNS * count:
         folder = base / f"{case}{fault}-{number}"
         at, again = draw.randrange(len(calls)), draw.randrange(half)
         if fault:
@@ -343,7 +345,7 @@ def deaths(base: Path, count: int, seed: int) -> Iterator[dict]:
 
     config, draw = prepared(base, "asynchronous"), random.Random(seed)
     engine, done, number = run.sampler_of, 0, 0
-    while done < count:
+    while done < count and number < RUNS * count:
         folder = base / f"deaths-{number}"
         turns = [draw.randint(1, 5) for _ in range(3)]
 
