@@ -6,7 +6,8 @@
 
 The policy is the model after `--steps` optimizer steps of `rloo`; samplers are its own weights of
 0, 1, 4 and 16 steps ago, its weights in bfloat16 and rounded to 8 and 4 bits a row, and its own
-distribution at temperature 0.7 and top-p 0.9 that the trainer does not know of.  Writes
+distribution at temperature 0.7 and top-p 0.9 that the trainer does not know of.  The learning rate
+leaves it half way: one that answers everything has no gradient to tell from 0.  Writes
 benchmarks/results/measure.json, and figures beside it; a run that was interrupted goes on.
 """
 
@@ -55,12 +56,12 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("runs/measure"))
     parser.add_argument("--digits", type=int, default=1)
     parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--references", type=int, default=24)
     parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--sketch", type=int, default=2048)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=3e-6)
     parser.add_argument("--quick", action="store_true")
     found = parser.parse_args()
     if found.quick:
