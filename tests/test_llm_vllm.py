@@ -278,6 +278,26 @@ def test_a_run_with_adapters_gives_the_engine_their_merged_weights(tmp_path, mon
         assert near < CLOSE < 1e-2 < far
 
 
+@needs_vllm
+def test_an_asynchronous_run_goes_on_with_another_engine(tmp_path, monkeypatch):
+    folder = tiny_language_model.make(tmp_path / "model", width=64, longest=2048)
+    told = {
+        "model": {"path": str(folder), "device": "cpu"},
+        "sampling": {"engine": "vllm", "dtype": "float32", "max_tokens": 6, "batch": 8},
+        "recipe": {"name": "reinforce"},
+        "train": {"mode": "asynchronous", "steps": 2, "prompts": 2, "group_size": 2},
+        "run": {"folder": str(tmp_path / "run"), "card": False, "save_every": 0},
+    }
+    ready, records = run.start(build(told)), []
+
+    def end():
+        raise RuntimeError("the core is gone")
+
+    monkeypatch.setattr(ready.desk.sampler._engine, "step", end)
+    train(ready, records.append)
+    assert [(one["step"], one["deaths"]) for one in records] == [(1, 1), (2, 1)]
+
+
 SMOL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 
 
