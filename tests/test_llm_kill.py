@@ -59,6 +59,11 @@ def test_the_figures_that_are_kept_hold_what_is_promised():
     assert {one["row"] for one in rows} == {"R8", "R9", "R14", "R15", "R16", "R17", "R18"}
     for one in rows:
         assert one["wrong"] == 0 and one["count"] >= one["least"] > 0, one
+    told = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+    words = {"R8": "kills", "R9": "faults of the disk", "R16": "interrupts"}
+    words |= {"R14": "deaths of an engine", "R15": "numbers that are not finite"}
+    for row, word in words.items():
+        assert f" {sum(one['count'] for one in rows if one['row'] == row)} {word}" in told, row
 
 
 @pytest.mark.long
