@@ -115,7 +115,7 @@ def test_wherever_an_engine_dies_a_run_ends_in_a_line_and_goes_on(
 ):
     """At the start, in a step, in a sync and in an evaluation."""
     evaluating = ["--evaluate.every", "1", "--evaluate.questions", "2", "--train.steps", "1"]
-    for survived in range(9):
+    for survived in range(0, 10, 2):
         fate[:] = [name, survived, RuntimeError("gone\nand more")]
         folder = tmp_path / f"{survived}"
         capsys.readouterr()

@@ -37,8 +37,8 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
 
     A fault that is planted in resuming is found.
     """
-    kills = {"synchronous": 3, "offline": 1, "asynchronous": 1, "deaths": 3}
-    others = {"saves": 30, "disk": 150, "interrupts": 2}
+    kills = {"synchronous": 2, "offline": 1, "asynchronous": 1, "deaths": 3}
+    others = {"saves": 50, "disk": 150, "interrupts": 1}
     words = [f"{name}={count}" for name, count in {**kills, **others}.items()]
     found = harness(tmp_path, 0, "synchronous:optimizer=1", *words)
     planted, *found = found
@@ -49,7 +49,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path):
     for one in found:
         happened[one["name"]] += one["count"]
     assert all(happened[name] >= count for name, count in kills.items()), happened
-    assert all(happened[name] > 1 for name in others), happened
+    assert all(happened[name] > 0 for name in others), happened
     assert {one.get("status", 2) for one in found} <= {0, 2}
 
 
