@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checks import refused
+from disk_faults import forked
 
 from windage.estimators.errors import BadInput
 from windage.llm import durable
@@ -146,17 +147,6 @@ def test_a_write_of_nothing_is_an_error(tmp_path, monkeypatch):
     with refused("step-00000001", os.strerror(errno.EIO)):
         write(tmp_path, 1, rows(), tokenizer="t")
     assert list(tmp_path.iterdir()) == []
-
-
-def forked(work) -> int:
-    """Do the work in a child; its exit status, negative where a signal ended it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(work())
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @FORKS
